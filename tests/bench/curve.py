@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from unet3d.base.types import MIB, mib
 from unet3d.memory.ledger import Ledger
+from unet3d.recomputing.module import schedules_of
 
 BUDGETS = 8
 COMPILED = (0.1, 0.3, 0.5, 0.7, 0.9)  # shares of activations, of activation_memory_budget
@@ -102,7 +103,7 @@ def budget_points(most: int, name: str, task: Task, count: int) -> list[Point]:
     policy = policy_of(name, task)
     smallest = recomputed(network_of(name, task), "tiles", policy, task)
     momentum = sum(parameter.nbytes for parameter in smallest.parameters())
-    (prediction,) = smallest.programs.values()
+    (prediction,) = schedules_of(smallest).programs.values()
     quickest = prediction.fixed_bytes + prediction.schedules[0].peak_bytes + momentum
     least = prediction.peak_bytes + momentum
     steps = [(quickest - least) * number / (BUDGETS - 2) for number in range(BUDGETS - 1)]
@@ -110,7 +111,7 @@ def budget_points(most: int, name: str, task: Task, count: int) -> list[Point]:
     for budget in [most, *(quickest - step for step in steps)]:
         words = f"{math.ceil(10 * budget / MIB) / 10}MiB"
         network = recomputed(network_of(name, task), "auto", policy, task, budget=words, held=f"{momentum / MIB}MiB")
-        (prediction,) = network.programs.values()
+        (prediction,) = schedules_of(network).programs.values()
         point = Point("recompute", f"budget {words}", 0, None, prediction.peak_bytes, prediction.schedule.work)
         if points and points[-1][4:] == point[4:]:  # the same schedule
             points.append(point._replace(peak=points[-1].peak, seconds=points[-1].seconds))

@@ -32,7 +32,7 @@ from torch import nn
 
 from unet3d.base.types import mib
 from unet3d.memory import profile
-from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.prepare import by_plan, has_larger_tiles
 from unet3d.training.policy import MemoryPolicy
 
@@ -75,10 +75,10 @@ def planned_networks(
         if recomputed is None or lean_differs:
             recomputed = Recomputed(network, plan, device_type=device)
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                program = recomputed.program(torch.empty(shape))
-            (key,) = recomputed.programs
+                program = schedules_of(recomputed).program(torch.empty(shape))
+            (key,) = schedules_of(recomputed).programs
         chosen = by_plan(program, plan)
-        recomputed.programs = {key: chosen}
+        schedules_of(recomputed).programs = {key: chosen}
         yield plan, recomputed, chosen.schedule.work
 
 
@@ -116,14 +116,14 @@ def check(index: int, precision: str) -> list[Numbers]:
     rows = []
     for plan, planned, _ in planned_networks(network, entry.checked_shape, "cpu", precision):
         predicted = figures_of(planned, entry.checked_shape, "cpu", precision)["tensors"]
-        programs = getattr(planned, "programs", {})
+        programs = schedules_of(planned).programs if isinstance(planned, Recomputed) else {}
 
         def made(programs: dict[Any, Any] = programs) -> nn.Module:
             fresh = entry.make(**keywords).train()
             if not programs:
                 return fresh
             recomputed = Recomputed(fresh)
-            recomputed.programs = dict(programs)
+            schedules_of(recomputed).programs = dict(programs)
             return recomputed
 
         tensors, allocator = explain.unobserved(made, entry.checked_shape, policy, STEPS)

@@ -31,6 +31,7 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
+from unet3d.recomputing.module import schedules_of
 
 PLANS = ("plain", "lean", "tiles")
 DEFAULT = [OURS, *WAYS[1:], *THEIRS]
@@ -111,7 +112,7 @@ def predict_theirs(name: str, task: Task) -> Numbers:
 
 def predicted_bytes(network: Any) -> int:
     """Return the peak that `recompute` predicts, without momentum."""
-    (prediction,) = network.programs.values()
+    (prediction,) = schedules_of(network).programs.values()
     peak: int = prediction.peak_bytes
     return peak
 

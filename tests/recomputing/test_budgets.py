@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,11 @@ from unet3d.recomputing import search
 from unet3d.recomputing.compiler import Compiler
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.instructions import Instruction
-from unet3d.recomputing.module import Recomputed, recompute
-from unet3d.recomputing.prepare import prepare
+from unet3d.recomputing.module import Recomputed, recompute, schedules_of
+from unet3d.recomputing.prepare import by_plan, least_bytes, prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Passes, compile_schedule, every_map, locate_peak
+from unet3d.recomputing.schedule import Passes, Schedule, compile_schedule, every_map, locate_peak
+from unet3d.recomputing.scratch import plain_bytes
 from unet3d.recomputing.soundness import is_sound
 from unet3d.recomputing.stages import NOTHING, Stage, indices_of, mask_of
 
@@ -54,7 +56,7 @@ class Searched:
 
 
 def prediction(recomputed: Recomputed, image: Tensor = IMAGE) -> Program:
-    return recomputed.program(image)
+    return schedules_of(recomputed).program(image)
 
 
 @pytest.fixture(scope="module")
@@ -198,4 +200,63 @@ def test_the_line_says_peak_and_work(known_front: Program, capsys: pytest.Captur
     recompute(copy.deepcopy(network()), IMAGE, "tiles")
     line = capsys.readouterr().out
     least = known_front.fixed_bytes + search.smallest(known_front.schedules).peak_bytes
-    assert f"{least / MIB:,.1f} MiB" in line
+    plain = plain_bytes(network(), IMAGE, None, on_cpu=True)
+    assert plain is not None
+    assert f"recompute=tiles: {least / MIB:,.1f} MiB instead of {plain / MIB:,.1f} MiB (predicted) for " in line
+    assert re.search(r" activations, \d+ % more forward work$", line.strip())
+
+
+def test_what_is_held_is_in_both_sizes(known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    for held in (0, 2 * MIB):
+        recompute(network(), IMAGE, "lean", held=held)
+    less, more = (
+        [float(size) for size in re.findall(r"(\S+) MiB (?:instead|\(predicted)", line)]
+        for line in capsys.readouterr().out.splitlines()
+    )
+    assert [round(size - 2, 1) for size in more] == less
+
+
+class Outputs(nn.Module):
+    """Four large outputs of one small map: autograd keeps no more than that, and all gradients arrive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 1, 3, padding=1)
+        self.heads = nn.ModuleList(nn.Conv3d(1, 16, 3, padding=1) for _ in range(4))
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        x = torch.relu(self.first(image))
+        return [head(x) for head in self.heads]
+
+
+@pytest.mark.parametrize("options", [("lean",), ("tiles",), ("auto", "16MiB")])
+def test_a_network_whose_schedules_save_nothing_runs_plain(
+    options: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = torch.randn(1, 1, 16, 16, 16)
+    model = Outputs().train()
+    recomputed = recompute(model, image, *options)
+    line = capsys.readouterr().out.strip()
+    assert re.search(r": would need \S+ MiB instead of \S+ MiB \(predicted\) .*, so the network runs plain$", line)
+    assert {output.grad_fn.name() for output in recomputed(image)} == {"ConvolutionBackward0"}
+
+
+def test_a_budget_that_only_the_plain_pass_keeps_is_kept() -> None:
+    image = torch.randn(1, 1, 16, 16, 16)
+    model = Outputs().train()
+    program = prepare(model, image, None, on_cpu=True)
+    program.plain_bytes = plain_bytes(model, image, None, on_cpu=True)
+    assert program.plain_bytes is not None
+    assert program.plain_bytes < least_bytes(program)
+    assert not by_plan(program, "auto", program.plain_bytes).saves_memory
+    with pytest.raises(UserError, match="at least"):
+        by_plan(program, "auto", program.plain_bytes - 1)
+
+
+def test_lean_takes_more_work_where_less_saves_nothing() -> None:
+    first, *others, last = (Schedule((), peak, work) for peak, work in ((100, 1.0), (95, 1.1), (60, 1.25), (20, 1.9)))
+    schedules = [first, *others, last]
+    assert search.leanest(schedules) == first
+    assert search.leanest(schedules, plain=101) == first
+    assert search.leanest(schedules, plain=100) == others[1]
+    assert search.leanest(schedules, plain=60) == first

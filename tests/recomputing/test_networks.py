@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from unet3d.base.errors import UserError
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing.module import Plan, Recomputed, recompute
+from unet3d.recomputing.module import Plan, Recomputed, recompute, schedules_of
 
 OURS = (
     "",
@@ -38,7 +38,7 @@ def check(model: nn.Module, image: torch.Tensor, seeds: Sequence[int] = (1,), pl
     for plan in plans:
         network = recompute(copy.deepcopy(model), image, plan)
         assert_same(run(network, image), plain)
-    expected = copy.deepcopy(network.network).eval()
+    expected = copy.deepcopy(schedules_of(network).network).eval()
     with torch.no_grad():
         outputs = zip(tree_leaves(network.eval()(image)), tree_leaves(expected(image)), strict=True)
     for output, expected_output in outputs:
@@ -134,8 +134,23 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
             num_heads=(1, 2, 3, 4),
             window_size=4,
             attn_drop_rate=0.2,
+            dropout_path_rate=0.3,
         ),
         (64, 32, 32),
+    ),
+    "DenseNet": (lambda: _monai("DenseNet", 3, 1, 2, 4, 2, (2, 2), dropout_prob=0.1), (16, 16, 16)),
+    "VarAutoEncoder": (lambda: _monai("VarAutoEncoder", 3, (1, 16, 8, 8), 1, 4, (4, 8), (2, 2)), (16, 8, 8)),
+    "MedNeXt": (
+        lambda: _monai(
+            *("MedNeXt", 3, 4, 1, 2),
+            kernel_size=3,
+            blocks_down=(1,),
+            blocks_bottleneck=1,
+            blocks_up=(1,),
+            deep_supervision=True,
+            global_resp_norm=True,
+        ),
+        (8, 8, 16),
     ),
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unet3d.memory.ledger import Ledger
 from unet3d.recomputing.instructions import CompleteRows, Free, Make, Send, SendTwice
-from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 
 SEEDS = range(12)
@@ -98,7 +98,7 @@ def test_maps_that_are_not_there_are_plain() -> None:
     kinds: Counter[str] = Counter()
     for seed in SEEDS:
         with drawn_schedules(seed, tiles=8):
-            kinds += kinds_of(Recomputed(Branches(4).double().train()).program(image.double()))
+            kinds += kinds_of(schedules_of(Recomputed(Branches(4).double().train())).program(image.double()))
     assert set(kinds) == KINDS
     assert_equal(Branches(4), image, seeds=SEEDS)
 
@@ -126,7 +126,7 @@ def test_the_bytes_are_as_counted(seed: int) -> None:
     image = torch.randn(1, 1, *SIZE)
     with drawn_schedules(seed, tiles=12, measures=True):
         network = Recomputed(Branches(8).train())
-        program = network.program(image)
+        program = schedules_of(network).program(image)
         _OverLogits.apply(network(image)).backward()
         network.zero_grad(set_to_none=True)
         ledger = Ledger()

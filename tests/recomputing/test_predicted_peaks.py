@@ -1,10 +1,13 @@
 """The predicted peak of a step against a ledger of it, and both against torch's CPU allocator without a mode on.
 
 The prediction is of weights, their gradients, maps and what rules make beside them. Beside it lie the label, which is
-the caller's, and while the loss runs, what that makes of a chunk of logits.
+the caller's, and while the loss runs, what that makes of a chunk of logits. The plain pass is predicted, too.
 """
 
+import copy
+import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +16,15 @@ from attention import Windows
 from test_budgets import network as chain
 from test_networks import _dyn, _monai
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from unet3d.base import workspaces
 from unet3d.memory.ledger import Ledger
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import affine, prepare
-from unet3d.recomputing.module import Plan, Recomputed
+from unet3d.recomputing.module import Plan, Recomputed, schedules_of
 from unet3d.recomputing.prepare import by_plan
+from unet3d.recomputing.scratch import plain_bytes
 from unet3d.training.losses import SegmentationLoss, dice_ce
 
 SIZE = (40, 16, 16)
@@ -46,9 +51,10 @@ def check(model: nn.Module, plans: Sequence[Plan], device_type: str = "cpu") -> 
     recomputed = Recomputed(model.train(), plans[0], device_type=device_type)
     image = torch.randn(1, 1, *SIZE)
     label = torch.randint(0, 3, (1, *SIZE))
-    recomputed.program(image)
+    schedules_of(recomputed).program(image)
     for plan in plans:
-        recomputed.programs = {key: by_plan(program, plan) for key, program in recomputed.programs.items()}
+        programs = schedules_of(recomputed).programs
+        programs |= {key: by_plan(program, plan) for key, program in programs.items()}
         check_step(recomputed, image, label)
 
 
@@ -60,7 +66,7 @@ def check_step(recomputed: Recomputed, image: Tensor, label: Tensor) -> None:
 
     step()
     recomputed.zero_grad(set_to_none=True)
-    prediction = recomputed.program(image)
+    prediction = schedules_of(recomputed).program(image)
     ledger = Ledger()
     with ledger:
         ledger.count([*recomputed.parameters(), *recomputed.buffers(), image, label])
@@ -81,6 +87,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "UNet": lambda: _monai("UNet", 3, 1, 3, (8, 16), (2,), num_res_units=2),
     "SegResNet": lambda: _monai("SegResNet", 3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)),
     "attention": lambda: Windows(16),
+    "attention with dropout": lambda: Windows(16, dropout=0.1),
+    "BasicUNet with dropout": lambda: _monai("BasicUNet", 3, 1, 3, features=(8, 8, 8, 8, 8, 8), dropout=0.1),
 }
 
 
@@ -89,7 +97,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_peak_is_as_predicted(name: str, device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a program for a GPU, carried out on the CPU."""
-    if name not in ("chain", "attention"):
+    if name != "chain" and "attention" not in name:
         pytest.importorskip("monai")
     monkeypatch.setattr(prepare, "CUDA_TILE", 1)  # else each map is one tile
     monkeypatch.setattr(workspaces, "bytes_of_call", lambda *_: [0])  # of cuDNN, which is not here
@@ -104,3 +112,75 @@ def test_the_peak_of_our_network(network: Callable[..., UNet3D]) -> None:
     """Here some maps are one tile: the gradient of a source has memory of its own meanwhile."""
     model = network("model=unet_tiny", "model.features=[8,16,32]", "model.activation=leaky_relu")
     check(model, ["tiles"])
+
+
+class Forgetful(torch.autograd.Function):
+    """A loss that keeps nothing of a network's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.shapes = [(output.shape, output.dtype) for output in outputs]
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
+
+
+class Branches(nn.Module):
+    """Two branches with the same weights, dropout, and results before and after a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(inplace=True))
+        self.left = nn.Conv3d(8, 8, 3, padding=1)
+        self.right = nn.Conv3d(8, 8, 3, padding=1)
+        self.right.weight = self.left.weight
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, image: Tensor) -> dict[str, Any]:
+        x = self.first(image)
+        branches = [self.left(x), torch.nn.functional.dropout(self.right(x), 0.5)]
+        return {"branches": branches, "sum": self.norm(sum(branches) + x)}
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("make", [chain, Branches, lambda: Windows(16)], ids=["chain", "branches", "attention"])
+def test_what_the_plain_pass_needs_is_predicted_to_the_byte(
+    make: Callable[[], nn.Module], autocast: torch.dtype | None
+) -> None:
+    model = make().train()
+    image = torch.randn(1, 1, 16, 16, 16)
+    ledger = Ledger()
+    with ledger:
+        ledger.count([*model.parameters(), *model.buffers(), image])
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            loss = Forgetful.apply(*tree_leaves(model(image)))
+        loss.backward(torch.empty(0))
+    model.zero_grad(set_to_none=True)
+    assert plain_bytes(model, image, autocast, on_cpu=True) == ledger.peak_bytes()
+
+
+def test_predicting_the_plain_pass_leaves_no_trace() -> None:
+    model = Branches().train()
+    seen: list[Any] = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    before = copy.deepcopy(model.state_dict())
+    generators = torch.get_rng_state(), random.getstate()
+    assert plain_bytes(model, torch.randn(1, 1, 8, 8, 8, requires_grad=True), None, on_cpu=True)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(type(parameter) is nn.Parameter and parameter.grad is None for parameter in model.parameters())
+    assert not seen
+    assert random.getstate() == generators[1]
+
+
+class Reads(nn.Module):
+    """A pass that needs the numbers of its image."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image * image.sum().item()
+
+
+def test_where_the_plain_pass_cannot_be_predicted_nothing_fails() -> None:
+    image = torch.randn(1, 1, 8, 8, 8, requires_grad=True)
+    assert plain_bytes(Reads(), image, None, on_cpu=True) is None

@@ -8,7 +8,7 @@ from equality import assert_equal, drawn_schedules
 from torch import Tensor, nn
 
 from unet3d.recomputing.instructions import Make, Send, SendTwice
-from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.module import Recomputed, schedules_of
 
 SEEDS = range(12)
 
@@ -37,7 +37,7 @@ class Residual(nn.Module):
 def kinds_of(seed: int, image: Tensor) -> Counter[str]:
     """Return how often a drawn schedule takes each of the ways that save a map."""
     with drawn_schedules(seed, tiles=8):
-        program = Recomputed(Residual().double().train()).program(image)
+        program = schedules_of(Recomputed(Residual().double().train())).program(image)
     sends: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
     for step in program.schedule.instructions:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from equality import assert_equal
 from torch import Tensor, nn
 
+from unet3d.base.errors import UserError
 from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.trace import trace
 
@@ -160,6 +161,7 @@ ACTIVATIONS = [
     *(nn.CELU(), nn.SELU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Mish(), nn.Sigmoid(), nn.Tanh()),
     *(nn.Softplus(), nn.Softsign(), nn.Hardswish(), nn.Hardsigmoid(), nn.Hardtanh(), nn.LogSigmoid()),
     *(nn.Softmax(1), nn.LogSoftmax(1), nn.Softmax(2), nn.Softmax(4), nn.Dropout(0.5), nn.Dropout3d(0.5)),
+    *(nn.Dropout(1.0), nn.Dropout3d(1.0)),
 ]
 
 
@@ -175,6 +177,69 @@ def test_activations(activation: nn.Module) -> None:
 )
 def test_activations_in_place(activation: nn.Module) -> None:
     check(nn.Sequential(nn.InstanceNorm3d(CHANNELS), activation))
+
+
+def each_image(x: Tensor) -> list[int]:
+    return [len(x), 1, 1, 1, 1]
+
+
+def drawn_before(x: Tensor) -> Tensor:
+    """Return a map of numbers between which others are drawn that nothing reads."""
+    noise = torch.rand(CHANNELS, 1, 1, 1, dtype=x.dtype)
+    F.dropout(x, 0.5)
+    return F.dropout(x * noise, 0.5) + torch.randn_like(x)
+
+
+RANDOM = {
+    "drop path": lambda x: x * x.new_empty(each_image(x)).bernoulli_(0.7).div_(0.7),
+    "drop path, rounded down": lambda x: x / 0.7 * (torch.rand(each_image(x), dtype=x.dtype) + 0.7).floor_(),
+    "noise": lambda x: x + torch.randn_like(x) * x.mean(1, keepdim=True).exp(),
+    "noise of turned maps": lambda x: x + torch.rand_like(x.transpose(1, 4)).transpose(1, 4),
+    "noise in place": lambda x: x + torch.empty_like(x).normal_(1, 2),
+    "noise in place of a map": lambda x: x + (2 * x).uniform_(),
+    "bits": lambda x: x * torch.bernoulli(x.detach(), 0.3),
+    "bits of constants": lambda x: x * torch.bernoulli(torch.full(each_image(x), 0.5, dtype=x.dtype)),
+    "numbers of channels": lambda x: x * torch.normal(0.0, 1.0, (CHANNELS, 1, 1, 1), dtype=x.dtype),
+    "whole numbers": lambda x: x * torch.randint(0, 3, each_image(x)),
+    "an order of channels": lambda x: x[:, torch.randperm(CHANNELS)],
+    "dropout of turned maps": lambda x: F.dropout(x.transpose(1, 4), 0.5).transpose(1, 4).relu(),
+    "several, one after another": drawn_before,
+}
+
+
+@pytest.mark.parametrize("operation", RANDOM.values(), ids=[*RANDOM])
+def test_random_numbers_are_plain(operation: Operation) -> None:
+    """They are drawn once, in the network's order, and as torch draws them for tensors of this layout."""
+    check(operation, axes=[0])
+
+
+def test_a_drop_path_has_rules() -> None:
+    assert serves(RANDOM["drop path"])
+
+
+@pytest.mark.parametrize("draw", [F.dropout, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout])
+def test_a_dropout_that_is_off_is_its_map(draw: Operation) -> None:
+    """So that an operation in place behind it changes the map, too."""
+
+    def changed(x: Tensor) -> Tensor:
+        y = draw(draw(x, 0.0, training=True), 0.5, training=False)
+        y.relu_()
+        return y + x
+
+    check(changed, axes=[0])
+
+
+def test_a_constant_that_changes_after_it_was_read_is_refused() -> None:
+    """What is computed of weights is computed before all maps."""
+
+    def changed(x: Tensor) -> Tensor:
+        numbers = torch.ones(CHANNELS, 1, 1, 1, dtype=x.dtype)
+        y = x + numbers[:]
+        numbers.mul_(2)
+        return y * numbers
+
+    with pytest.raises(UserError, match=r"was read before.*change a copy"):
+        check(changed, axes=[0])
 
 
 RESAMPLINGS = {
@@ -301,6 +366,23 @@ class Embedding(nn.Module):
 @pytest.mark.parametrize("operation", [torch.add, torch.sub, torch.mul, torch.div])
 def test_parameters_of_each_voxel(operation: Callable[[Tensor, Tensor], Tensor]) -> None:
     check(Embedding(operation))
+
+
+class Named(nn.Module):
+    """A parameter that has the name of an operation, of a tensor that is computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mul = nn.Parameter(torch.rand(CHANNELS, 1, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return a map."""
+        doubled = self.mul * 2
+        return F.conv3d(image, self.mul[:, None].expand(-1, image.shape[1], -1, -1, -1)) + doubled - self.mul
+
+
+def test_a_parameter_with_the_name_of_an_operation() -> None:
+    assert_equal(Named(), torch.randn(1, 2, 9, 5, 4), seeds=[0])
 
 
 class PooledEmbedding(nn.Module):

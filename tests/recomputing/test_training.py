@@ -1,17 +1,20 @@
 """Training with a network that recomputes: gradients arrive, accumulate, scale and synchronise as in plain."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from equality import assert_close, assert_same, drawn_schedules, run
 from test_face import Net, Shapes, image, make
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unet3d.memory.fake_tensors import cuda_autocast
 from unet3d.recomputing.module import Recomputed
 from unet3d.training.losses import LossOptions, dice_ce
 
@@ -110,6 +113,88 @@ def test_autocast_is_within_rounding() -> None:
         assert of_plain is not None
         allowed = WITHIN_ROUNDING * largest + 2 * float((of_plain - expected).abs().max())
         assert float((parameter.grad - expected).abs().max()) <= allowed, name
+
+
+class Sampled(nn.Module):
+    """A map of 2 x 4 x 16 x 12 x 8 numbers, read at random places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", 2 * torch.rand(2, 16, 12, 8, 3) - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the map."""
+        return F.grid_sample(x, self.grid, align_corners=False)
+
+
+class Function(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the map."""
+        return self.function(x)
+
+
+IN_FLOAT32 = {
+    "max-pool": nn.MaxPool3d(3, 2, 1),
+    "adaptive pool": nn.AdaptiveAvgPool3d(6),
+    "adaptive max-pool": nn.AdaptiveMaxPool3d(6),
+    "replication": nn.ReplicationPad3d(1),
+    "sampled": Sampled(),
+    "interpolated": nn.Upsample(scale_factor=1.5, mode="trilinear"),
+    "summed up": Function(lambda x: 0.1 * x.cumsum(2)),
+    "cast": Function(lambda x: x.float()),
+    "of tokens": Function(lambda x: F.layer_norm(x.flatten(2), (x[0, 0].numel(),)).view(x.shape)),
+}
+BEHIND = {
+    "batch norm": nn.BatchNorm3d(4),
+    "instance norm": nn.InstanceNorm3d(4, affine=True),
+    "group norm": nn.GroupNorm(2, 4),
+    "PReLU": nn.PReLU(4),
+    "ReLU": nn.ReLU(),
+    "sum": Function(lambda x: x + F.leaky_relu(x)),
+    "pool and interpolation": nn.Sequential(nn.MaxPool3d(2), nn.Upsample(scale_factor=2, mode="trilinear")),
+    "softmax": nn.Softmax(1),
+    "nothing": nn.Identity(),
+}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("operation", IN_FLOAT32)
+def test_operations_that_autocast_computes_in_float32(operation: str, behind: str, device_type: str) -> None:
+    """In groups, with rules behind them; a GPU's autocast, which has other operations, is carried out on the CPU."""
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1, bias=False), IN_FLOAT32[operation], BEHIND[behind]).train()
+    x = torch.randn(2, 1, 16, 12, 8)
+    results = []
+    for kind in (None, torch.bfloat16, device_type):
+        network: nn.Module = copy.deepcopy(exact)
+        if isinstance(kind, str):
+            network = Recomputed(network, device_type=device_type)
+        with cuda_autocast() if device_type == "cuda" else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind is not None):
+                output = network(x)
+            (output.float() * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum().backward()
+        results.append((output, [parameter.grad for parameter in network.parameters()]))
+    (expected, gradients), (plain, of_plain), (output, of_output) = results
+    assert output.dtype == plain.dtype
+    assert_rounded(output.detach().float(), plain.detach().float(), expected.detach())
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    for gradient, expected_gradient, gradient_of_plain in zip(of_output, gradients, of_plain, strict=True):
+        assert gradient.dtype == torch.float32
+        assert_rounded(gradient, gradient_of_plain, expected_gradient, largest)
+
+
+def assert_rounded(result: Tensor, plain: Tensor, exact: Tensor, scale: float | None = None) -> None:
+    """Assert that a result of half precision is about as close to the exact one as plain's."""
+    scale = float(exact.abs().max()) if scale is None else scale
+    allowed = WITHIN_ROUNDING * scale + 2 * float((plain - exact).abs().max())
+    assert float((result - exact).abs().max()) <= allowed
 
 
 def test_hooks_of_parameters() -> None:

@@ -23,7 +23,7 @@ from unet3d.planning.architecture import levels_of
 from unet3d.planning.largest import Largest, largest
 from unet3d.planning.patches import CUBE, VOXEL, Padding, Series, padded_by_rules, padded_to
 from unet3d.planning.steps import AS_NNUNET, AUTO, SCHEDULES, USUAL_BYTES, ConfigSteps, Peaks, Schedule, Steps
-from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 
 MODULE_MULTIPLE = 16  # voxels, of the patches of a network whose strides are not known
@@ -49,7 +49,7 @@ class ModuleSteps(Steps):
         plan: Any = schedule.recompute
         if plan != "none":
             network = Recomputed(network, plan)
-            network.prepared = self.prepared
+            schedules_of(network).prepared = self.prepared
         return memory_of_module.prediction(self.path, network, shape, config).meter.ledger
 
 

@@ -1,6 +1,5 @@
 """The record of a step's memory: every tensor storage made or released, and the module that made it."""
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
+from unet3d.recomputing.gradient_sums import GradientSums
 from unet3d.base.workspaces import CONVOLUTION
 from unet3d.memory.tracker import ModuleEvent, ModuleScope
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
-SUM = torch.ops.aten.add.Tensor
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
 ADOPTED = "adopted"  # the operation of a storage that existed before the ledger saw it
 # A storage made in one phase and alive when a later one begins has this category.
@@ -26,7 +25,6 @@ OUTLIVES = {
     "loss": ("backward", "activations"),
     "data": ("forward", "inputs"),
 }
-UNKNOWN_OWNERS = (0, 0, 0)
 
 
 @dataclass
@@ -63,12 +61,10 @@ class Ledger(TorchDispatchMode):
         self._scope = scope
         self._device_type = device_type
         self._alive: dict[int, tuple[int, Any]] = {}  # address of a storage: its index, a weak reference to it
-        self._owners = UNKNOWN_OWNERS  # counts of references to the last sum of gradients
-        self._sole_owner = UNKNOWN_OWNERS  # those of a gradient that autograd alone holds
+        self._sums = GradientSums()
 
     def __enter__(self) -> "Ledger":
-        if self._sole_owner == UNKNOWN_OWNERS:
-            self._sole_owner = _sole_owner()
+        self._sums.try_out()
         super().__enter__()
         return self
 
@@ -190,7 +186,7 @@ class Ledger(TorchDispatchMode):
         if func is CONVOLUTION:
             flops = conv_flop_count(list(args[0].shape), list(args[1].shape), list(result.shape), args[6])
             self.convolutions.append((events_before, scope.module, flops))
-        if func is SUM and self._is_in_place(args[0]):
+        if self._sums.is_in_place(func, args):
             self._replace(args[0], result)
         self.count(result, str(func), scope)
         return result
@@ -198,18 +194,6 @@ class Ledger(TorchDispatchMode):
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return an operation's result."""
         return func(*args, **kwargs)
-
-    def _is_in_place(self, gradient: Tensor) -> bool:
-        """Return whether autograd, if no dispatch mode were active, would add to this gradient in place.
-
-        It does so to a dense tensor that it alone holds: `can_accumulate_inplace` in torch's input_buffer.cpp.
-        """
-        if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
-            return False
-        storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-        tensor: int = gradient._use_count()  # type: ignore[attr-defined]
-        self._owners = tensor, storage, sys.getrefcount(gradient)
-        return self._owners == self._sole_owner and gradient.is_contiguous()
 
     def _replace(self, old: Tensor, new: Tensor) -> None:
         """Let `new` take the place of `old`, which dies at once: autograd would have written the sum over it."""
@@ -253,19 +237,6 @@ class Ledger(TorchDispatchMode):
 def _outlives(storage: Storage, moment: int) -> bool:
     """Return whether a storage is alive after `moment` events, if it was born before."""
     return storage.died is None or storage.died >= moment
-
-
-def _sole_owner() -> tuple[int, int, int]:
-    """Return the counts of references to a gradient that autograd alone holds, as a ledger sees them.
-
-    Versions of torch differ in them.
-    """
-    ledger = Ledger()
-    ledger._sole_owner = (-1, -1, -1)
-    with torch.enable_grad(), ledger:
-        x = torch.ones(2, requires_grad=True) * 1
-        (x.sin() + x.cos()).sum().backward()
-    return ledger._owners
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

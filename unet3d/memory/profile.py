@@ -29,7 +29,7 @@ from unet3d.memory.levels import layer_names
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.simulate import fake_steps
 from unet3d.memory.user_module import on_fake_tensors, restored
-from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import LossFunction, train_step
@@ -198,8 +198,8 @@ def predict(
         fake = on_fake_tensors(model)
         for module in fake.modules():
             if isinstance(module, Recomputed):
-                module.device_type = target
-                module.is_silent = True
+                schedules_of(module).device_type = target
+                schedules_of(module).is_silent = True
         learner = _learner(fake, loss, optimizer, policy)
         with _failures_explained(guesses):
             _find_schedule(fake, batch.image, policy)
@@ -214,7 +214,7 @@ def predict(
 
 def _network_name(model: nn.Module) -> str:
     """Return the class of a network, also of one that recomputes."""
-    network = model.network if isinstance(model, Recomputed) else model
+    network = schedules_of(model).network if isinstance(model, Recomputed) else model
     return type(network).__name__
 
 
@@ -224,7 +224,7 @@ def _find_schedule(model: nn.Module, image: Tensor, policy: MemoryPolicy) -> Non
         return
     autocast = torch.autocast(policy.device_type, policy.dtype, enabled=policy.dtype is not None)
     with autocast, policy.cpu_half_precision():
-        model.program(image.detach())  # as the step gives it
+        schedules_of(model).program(image.detach())  # as the step gives it
 
 
 @contextmanager

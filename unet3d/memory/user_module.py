@@ -82,7 +82,7 @@ def on_fake_tensors(model: nn.Module) -> nn.Module:
         for attribute in tree_leaves(list(vars(module).values())):
             if isinstance(attribute, Tensor):
                 copies[id(attribute)] = attribute
-            elif isinstance(attribute, nn.Module) and attribute not in modules:  # not registered, as in Recomputed
+            elif isinstance(attribute, nn.Module) and attribute not in modules:
                 modules.append(attribute)
     for tensor in (*model.parameters(), *model.buffers()):
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

@@ -3,7 +3,12 @@
 In reading order:
 
     graph           a network as operations on maps
+    observer        who watches which layer a pass works on
+    looking         objects as values to compare
+    readable        all that a forward pass can read, as a value to compare
     refusals        lines for networks that a schedule cannot repeat
+    blocks          parts of forward without gradients or in a precision of their own
+    watching        what a trace cannot carry, watched while it is made
     trace           how it is read from torch.export
     state           what a pass has beside its maps
     rules           an operation on a few rows: the interface
@@ -32,11 +37,11 @@ In reading order:
     changes         changes of a table of the maps that stay
     search          the schedules that none beats in both bytes and work
     program         maps, their tiles and schedules, for images of one size
-    observer        who watches which layer a pass works on
     whole           a group, carried out
     run             a schedule, carried out
     function        a pass as one autograd function
     meta_kernels    operations on tensors without data, quickly
+    gradient_sums   sums of gradients that autograd writes in place, for what counts bytes
     scratch         the tensors beside maps meanwhile, measured on tensors without data
     sizes           all that the search has to know
     prepare         a network's program, from its trace to its sizes, and the choice of a schedule

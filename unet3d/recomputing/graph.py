@@ -2,7 +2,7 @@
 
 A `Value` is the result of one operation that depends on the image. Parameters and buffers are `Weight`s; what is
 computed from them alone, as `weight_norm` does, is `Derived` and runs under plain autograd before each pass or, where
-groups alone read it, within the group.
+groups alone read it, within the group. So are random numbers, of dropout too: they are drawn before the pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DROPOUTS = ("dropout", "feature_dropout")  # their numbers are drawn when a pass begins
+DROPOUTS = ("dropout", "feature_dropout")  # their last argument is what they have drawn when the pass began
 
 
 @dataclass(eq=False, repr=False)
@@ -55,14 +55,31 @@ class Weight:
     shape: torch.Size
 
 
+@dataclass(frozen=True)
+class Like:
+    """A tensor of ones, as large as a value: an argument of an operation that reads no numbers of it."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]  # in whose order random numbers are drawn
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        """Return it."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).fill_(1)
+
+
 @dataclass(frozen=True, eq=False)
 class Derived:
     """A tensor that is computed without the image."""
 
     name: str
     target: Callable[..., Any]
-    args: tuple[Any, ...]  # Weights and constants
+    args: tuple[Any, ...]  # Weights, Likes and constants
     kwargs: Mapping[str, Any]
+    size: int = 0  # bytes
+    is_once: bool = False  # drawn once, when a pass begins, or changes a buffer
+    element: int | None = None  # which of several results
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +88,20 @@ class Graph:
 
     image: Value
     values: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    out_spec: Any  # torch.utils._pytree.TreeSpec of what the network returns
+    outputs: tuple[Value, ...]  # once each
+    returned: tuple[Any, ...]  # what the network returns: outputs, the image, Weights, and what is no tensor
+    out_spec: Any  # torch.utils._pytree.TreeSpec of `returned`; None: it is a tensor
     derived: tuple[Derived, ...]
     constants: Mapping[str, Tensor]
     counters: tuple[str, ...]  # buffers that count the passes
+
+    def returned_weights(self) -> set[str]:
+        """Return the names of weights that the network returns."""
+        return {leaf.name for leaf in self.returned if isinstance(leaf, Weight)}
+
+    def is_in(self, dtype: torch.dtype) -> bool:
+        """Return whether it was traced in the precision of its passes, so that values have the types of plain's."""
+        return any(value.dtype == dtype for value in (self.image, *self.values))
 
     def users(self) -> dict[Value, list[Value]]:
         """Return the values that read each value."""
@@ -93,6 +119,11 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(leaf)
         else:
             yield leaf
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Return whether tensors of a type can have gradients: not whole numbers, not truths."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def operation_name(target: Any, keeps_underscore: bool = False) -> str:

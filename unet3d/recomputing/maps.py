@@ -15,13 +15,14 @@ import torch
 
 from unet3d.recomputing import convolution, joining, normalisation, pointwise, resampling  # noqa: F401, rules
 from unet3d.recomputing.along import Along, longest
+from unet3d.recomputing.blocks import InPrecision
 from unet3d.recomputing.convolution import Convolution, TransposedConvolution
 from unet3d.recomputing.derived import Steps, names_read, within
-from unet3d.recomputing.graph import Graph, Value, Weight
+from unet3d.recomputing.graph import DROPOUTS, Graph, Value, Weight, leaves
 from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
 from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.operations import operations_by_rule, operations_without_rule
-from unet3d.recomputing.rules import RULES, Rule
+from unet3d.recomputing.rules import RULES, TRACKING, Rule
 
 
 @dataclass(eq=False, repr=False)
@@ -102,10 +103,10 @@ class Maps:
 
     @cached_property
     def converted_weights(self) -> list[Weight]:
-        """Weights that are read in the type of maps: all but the weights of normalisations."""
+        """Weights that are read in the type of maps: all but those of normalisations, and what dropouts have drawn."""
         weights: dict[Weight, None] = {}
         for value in self.graph.values:
-            if self.rules[value] is not None and value.op not in NORMALISATIONS:
+            if self.rules[value] is not None and value.op not in (*NORMALISATIONS, *DROPOUTS):
                 weights |= dict.fromkeys(value.weights())
         return list(weights)
 
@@ -113,6 +114,21 @@ class Maps:
     def weights(self) -> Set[str]:
         """Names of the weights that all maps read, in order."""
         return dict.fromkeys(name for map_ in self.maps for name in map_.weights).keys()
+
+    @cached_property
+    def weights_read_again(self) -> list[str]:
+        """Names of the weights that backward reads: all but statistics that a normalisation only updates."""
+        updated = set()
+        read = set()
+        for value in self.graph.values:
+            is_updating = value.op in TRACKING and bool(value.argument(5))
+            for position, argument in enumerate(value.args):
+                names = {leaf.name for leaf in leaves((argument,)) if isinstance(leaf, Weight)}
+                if is_updating and position in (3, 4):
+                    updated |= names
+                else:
+                    read |= names
+        return [name for name in self.weights if name in read or name not in updated]
 
     def through(self, map_: Map, also_passing: frozenset[Value]) -> Map:
         """Return how a map is made where some of its sources are in passing, too."""
@@ -229,7 +245,9 @@ class Maps:
 def _rule_of(value: Value, axis: int) -> Rule | None:
     """Return the rule of a value; None where no rule serves its operation and arguments."""
     rule = RULES.get(value.op)
-    if rule is None or not rule.serves(value, axis):
+    if rule is None or isinstance(value.target, InPrecision) or not rule.serves(value, axis):
+        return None
+    if any(each.dtype.is_complex for each in (value, *value.inputs)):
         return None
     return rule
 

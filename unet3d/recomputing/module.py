@@ -1,24 +1,35 @@
 """`unet3d.recompute`: any network, trained by a schedule of its own."""
 
 import copy
+import functools
+import inspect
+import types
 import warnings
-from types import BuiltinFunctionType, FunctionType
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_exporting
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from unet3d.base.errors import UserError
-from unet3d.base.types import budget_bytes, mib
+from unet3d.base.types import budget_bytes
 from unet3d.recomputing.function import autocast_dtype, call_by_program
-from unet3d.recomputing.prepare import PLANS, by_plan, has_larger_tiles, prepare, work_line
+from unet3d.recomputing.looking import held
+from unet3d.recomputing.prepare import PLANS, by_plan, describe, has_larger_tiles, prepare
 from unet3d.recomputing.program import Program
+from unet3d.recomputing.readable import Code, code_of, snapshot
+from unet3d.recomputing.refusals import refuse_hooks, refuse_hooks_of_saved_tensors
+from unet3d.recomputing.scratch import plain_bytes
 
 Plan = Literal["lean", "tiles", "auto"]
 MANY_PROGRAMS = 20  # of one network; to find a schedule takes seconds
-# Types of attributes that forward may depend on.
-SETTINGS = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
 
 
 def recompute(
@@ -32,24 +43,40 @@ def recompute(
 
     `example` is an image N C D H W as the network will get it; the schedule is found for its size. For each other size,
     and without an example, it is found when the first such image comes. Prints a line that says what to expect, once
-    the first schedule is found. Raises UserError.
+    the first schedule is found; where that saves nothing, passes are the network's own. Raises UserError.
 
     `plan`: "lean" makes sums and small convolutions again, "tiles" most maps, in at most 2.2 forward passes where the
     search finds such a schedule, and "auto" as few as fit: weights, gradients, maps and what is `held` beside them (the
     optimizer's state, say, in bytes or as "600MiB") then keep the `budget`, as "6GiB".
     """
     recomputed = Recomputed(model, plan, budget, held)
-    recomputed.is_silent = False
+    schedules = schedules_of(recomputed)
+    schedules.is_silent = False
     if model.training and example is not None:
-        recomputed.program(example)
+        schedules.program(example)
     return recomputed
 
 
 class Recomputed(nn.Module):
-    """A network with the parameters, buffers and names of another, whose training pass follows a schedule.
+    """A network that is another one, in all but its training pass, which follows a schedule.
 
-    In evaluation, and without gradients, it is the network itself, whose attributes are read and set through it.
+    Each has a class of its own, whose bases are this one and the network's, and shares the network's state: parameters,
+    modes, attributes, hooks. So its methods are the network's, and what is set on either is set on both. In evaluation,
+    and without gradients, it runs the network's own forward.
     """
+
+    _schedules: ClassVar["Schedules"]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an object of a class that this one and the network's are the bases of, or a new network of that."""
+        if cls is not Recomputed:
+            return cls.__bases__[1](*args, **kwargs)
+        model: nn.Module = args[0] if args else kwargs["model"]
+        _refuse_wrapped(model)
+        return object.__new__(_class_of(type(model)))
+
+    def __init_subclass__(cls) -> None:
+        """Keep the network's class from taking note of one more."""
 
     def __init__(
         self,
@@ -59,98 +86,149 @@ class Recomputed(nn.Module):
         held: str | int | None = None,
         device_type: str | None = None,
     ) -> None:
-        """Keep the network. `device_type`: with "cuda", tiles are those of a GPU; None: of where the image is."""
-        super().__init__()
+        """Share the network's state. `device_type`: "cuda" for tiles of a GPU; None: of where the image is."""
+        object.__setattr__(self, "__dict__", vars(model))
+        type.__setattr__(type(self), "_schedules", Schedules(model, plan, budget, held, device_type))
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Return the network's pass: by a schedule in training, else its own.
+
+        Where somebody has put a function around it, as accelerate does, it is that function.
+        """
+        schedules = schedules_of(self)
+        own = schedules.network.forward
+        if "forward" in vars(self) and _calls_a_schedule(own):
+            return own
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or not self.training or is_exporting():
+                return own(*args, **kwargs)
+            with _as_forward(schedules.network, own):
+                return schedules.follow(*args, **kwargs)
+
+        vars(forward)["follows_a_schedule"] = True
+        return forward
+
+    @forward.setter
+    def forward(self, value: Callable[..., Any]) -> None:
+        vars(self)["forward"] = value
+
+    @forward.deleter
+    def forward(self) -> None:
+        del vars(self)["forward"]
+
+    def __copy__(self) -> "Recomputed":
+        schedules = schedules_of(self)
+        return Recomputed(copy.copy(schedules.network), **schedules.options())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
+        schedules = schedules_of(self)
+        other = Recomputed(copy.deepcopy(schedules.network, memo), **schedules.options())
+        schedules_of(other).is_silent = schedules.is_silent
+        schedules_of(other).programs = dict(schedules.programs)
+        schedules_of(other).prepared = schedules.prepared
+        return other
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Be saved as the network and what was asked for; schedules are found again."""
+        schedules = schedules_of(self)
+        return functools.partial(Recomputed, **schedules.options()), (schedules.network,)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise UserError("recompute: DataParallel copies a network in each pass; use DistributedDataParallel")
+
+
+class Schedules:
+    """The schedules of a network, by images' sizes and by all that its forward pass reads."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        plan: Plan = "lean",
+        budget: str | int | None = None,
+        held: str | int | None = None,
+        device_type: str | None = None,
+    ) -> None:
         if plan not in PLANS:
             raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
         if (plan == "auto") != (budget is not None):
             raise UserError(f"plan={plan}, budget={budget}: a budget goes with plan=auto, and only with it")
-        if "_orig_mod" in model._modules:  # of a compiled module
-            raise UserError(
-                "recompute: the network is compiled already; give recompute the network before torch.compile"
-            )
-        self._modules = model._modules
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._network = [model]  # not a child: names stay those of the model
-        self.training = model.training
+        self.network = network
         self.plan = plan
-        self.budget = None if budget is None else budget_bytes(budget)
+        self.budget = budget_bytes(budget) if isinstance(budget, str) else budget
         self.held = budget_bytes(held) if isinstance(held, str) else held or 0
         self.device_type = device_type
         self.is_silent = True  # or to print what to expect of the first schedule
         self.programs: dict[Any, Program] = {}
         self.prepared: dict[Any, Program] = {}  # without a schedule; networks of equal layers may share it
+        self.code: Code | None = None  # that was read last
 
-    @property
-    def network(self) -> nn.Module:
-        """The network itself."""
-        return self._network[0]
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the network that this object does not have."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_network" not in vars(self):
-                raise
-            return getattr(self.network, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, of the network where it is the network's, such as whether deep supervision is on."""
-        is_of_network = "_network" in vars(self) and name in vars(self.network) and name not in vars(self)
-        if is_of_network:
-            setattr(self.network, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def train(self, mode: bool = True) -> "Recomputed":
-        """Set the mode, of the network too."""
-        super().train(mode)
-        self.network.training = mode
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
-        other = Recomputed(copy.deepcopy(self.network, memo), "lean")
-        other.plan = self.plan
-        other.budget = self.budget
-        other.held = self.held
-        other.device_type = self.device_type
-        other.is_silent = self.is_silent
-        other.programs = dict(self.programs)
-        other.prepared = self.prepared
-        return other
-
-    def forward(self, image: Tensor) -> Any:
-        """Return what the network returns for an image N C D H W."""
-        if self.network.training != self.training:  # set by name, as Lightning does after a validation
-            self.network.training = self.training
-        if not torch.is_grad_enabled() or not self.training:
-            return self.network(image)
-        return self._follow_schedule(image)
+    def options(self) -> dict[str, Any]:
+        """Return what was asked for."""
+        names = ("plan", "budget", "held", "device_type")
+        return {name: getattr(self, name) for name in names}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _follow_schedule(self, image: Tensor) -> Any:
-        """Return the same by the schedule; torch.compile leaves it as it is."""
-        return call_by_program(self.program(image), self.network, image)
+    def follow(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the network returns for an image N C D H W, by its schedule; torch.compile leaves it alone."""
+        image = self._image(args, kwargs)
+        if not image.numel():
+            return self.network.forward(*args, **kwargs)
+        program = self.program(image)
+        if not program.saves_memory:
+            return self.network.forward(*args, **kwargs)
+        refuse_hooks(self.network, with_root=False)
+        refuse_hooks_of_saved_tensors()
+        if type(image) in (Tensor, nn.Parameter) or isinstance(image, FakeTensor):
+            return call_by_program(program, self.network, image)
+        outputs = call_by_program(program, self.network, image.as_subclass(Tensor))
+        return tree_map_only(Tensor, lambda output: _like(image, output), outputs)
+
+    def _image(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return the one argument of a call."""
+        if kwargs:  # A name that forward does not know is an error of its own.
+            inspect.signature(self.network.forward).bind(*args, **kwargs)
+        arguments = (*args, *kwargs.values())
+        if len(arguments) != 1 or not isinstance(arguments[0], Tensor):
+            given = ", ".join(type(argument).__name__ for argument in arguments) or "nothing"
+            name = type(self.network).__name__
+            raise UserError(
+                f"recompute: {name} was given {given}; in training, give it one image N C D H W and no more"
+            )
+        return arguments[0]
 
     def program(self, image: Tensor) -> Program:
-        """Return what passes over images of this size have in common; it is made once for each size and setting."""
+        """Return what passes over images of this size have in common.
+
+        It is made once for each size and for all that forward reads.
+        """
+        if not isinstance(image, Tensor):
+            raise UserError(f"recompute: the example is a {type(image).__name__}; give an image N C D H W, as a tensor")
         autocast = autocast_dtype(image)
-        settings = _settings(self.network)
-        trained = tuple(parameter.requires_grad for parameter in self.network.parameters())
         device_type = self.device_type or image.device.type
-        key = (image.shape, image.requires_grad, autocast, image.dtype, image.device, device_type, settings, trained)
+        layout = (image.is_contiguous(), image.is_contiguous(memory_format=torch.channels_last_3d))
+        kind = (type(image), image.dtype, image.device, image.requires_grad)
+        about_image = (image.shape, layout, kind, autocast, device_type)
+        key = self._key(about_image)
         if key not in self.programs:
-            program = self._prepared(key, image, autocast, device_type == "cpu")
+            self.code = code_of(self.network)
+            key = self._key(about_image)
+        if key not in self.programs:
+            with saved_tensors_hooks(_same, _same):  # Those around a pass are not for what is done to find one.
+                program = self._prepared(key, image, autocast, device_type == "cpu")
             self.programs[key] = by_plan(program, self.plan, self.budget)
             self._announce(self.programs[key])
             if len(self.programs) == MANY_PROGRAMS:
-                reason = (
-                    "one for each size of images and each value of a plain attribute of a module, such as a counter"
-                )
+                reason = "one for each size of images and each value of what forward reads, such as a counter"
                 warnings.warn(f"recompute: {MANY_PROGRAMS} schedules were found, {reason}", stacklevel=2)
         return self.programs[key]
+
+    def _key(self, about_image: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.code is None:
+            self.code = code_of(self.network)
+        return (*about_image, self.code.names, snapshot(self.network, self.code))
 
     def _prepared(self, key: Any, image: Tensor, autocast: torch.dtype | None, on_cpu: bool) -> Program:
         """Return the program without a choice of its schedule."""
@@ -160,34 +238,108 @@ class Recomputed(nn.Module):
         if program is None:
             program = prepare(self.network, image, autocast, on_cpu, self.plan)
             program.fixed_bytes += self.held
+            plain = plain_bytes(self.network, image, autocast, on_cpu)
+            program.plain_bytes = None if plain is None else plain + self.held
             if not program.maps.graph.constants:  # which are this network's own tensors
                 self.prepared[key] = program
         return program
 
-    def describe(self, program: Program) -> str:
-        """Return a line: the predicted peak, the extra work, and what stays whole."""
-        kinds = "of tensors (weights, gradients, maps)"
-        if not program.on_cpu:
-            kinds = "(weights, gradients, maps, and workspaces of cuDNN)"
-        peak = f"predicted peak {mib(program.peak_bytes)} MiB {kinds}"
-        return f"recompute={self.plan}: {peak}, {work_line(program)}"
-
     def _announce(self, program: Program) -> None:
         """Print what to expect, once, and of several ranks the first."""
         if not self.is_silent and _rank() == 0:
-            print(self.describe(program))
+            print(describe(program, self.plan, self.held))
         self.is_silent = True
+
+
+def _calls_a_schedule(function: Any) -> bool:
+    """Return whether a function is, holds or names the forward of a network that recomputes."""
+    waiting = [function]
+    seen = set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if getattr(part, "follows_a_schedule", False):
+            return True
+        if isinstance(part, types.MethodType):
+            waiting.append(part.__func__)
+        elif isinstance(part, functools.partial):
+            waiting += [part.func, *part.args]
+        elif isinstance(part, types.FunctionType):
+            waiting += [held(cell) for cell in part.__closure__ or ()]
+            waiting += [part.__globals__[name] for name in part.__code__.co_names if name in part.__globals__]
+    return False
+
+
+@contextmanager
+def _as_forward(network: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a function be the network's forward meanwhile: it was when somebody put another one around it."""
+    if network.forward == forward:
+        yield
+        return
+    present = vars(network).pop("forward", None)
+    if network.forward != forward:
+        vars(network)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(network).pop("forward", None)
+        if present is not None:
+            vars(network)["forward"] = present
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _like(image: Tensor, output: Tensor) -> Tensor:
+    """Return an output as an object of the image's class, such as MONAI's MetaTensor, with its attributes."""
+    output = output.as_subclass(type(image))
+    vars(output).update({name: copy.copy(value) for name, value in vars(image).items()})
+    return output
+
+
+def _class_of(kind: type[nn.Module]) -> type[Recomputed]:
+    """Return a class for one network that recomputes; what is set on it is set on the network's class."""
+    meta: Any = type(kind)
+
+    class OfNetwork(meta):  # type: ignore[misc]
+        def __setattr__(cls, name: str, value: Any) -> None:
+            owner = cls if name.startswith("_abc_") or name == "__abstractmethods__" else kind
+            meta.__setattr__(owner, name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            meta.__delattr__(kind, name)
+
+    members = {name: vars(kind)[name] for name in ("__module__", "__qualname__", "__doc__") if name in vars(kind)}
+    own = types.new_class(
+        kind.__name__, (Recomputed, kind), {"metaclass": OfNetwork}, lambda body: body.update(members)
+    )
+    return cast("type[Recomputed]", own)
+
+
+def schedules_of(recomputed: nn.Module) -> Schedules:
+    """Return the schedules of a network that recomputes."""
+    assert isinstance(recomputed, Recomputed)
+    return type(recomputed)._schedules
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise UserError for what is no plain network any more."""
+    if isinstance(model, Recomputed):
+        raise UserError("recompute: the network recomputes already; give recompute the network itself")
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        name = type(model).__name__
+        raise UserError(f"recompute: the network is in {name} already; give recompute the network before {name}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError("recompute: the network is compiled by torch.jit; give recompute the network before that")
+    if any(vars(kind).get("__slots__") for kind in type(model).__mro__):
+        raise UserError(f"recompute: {type(model).__name__} keeps attributes in __slots__; leave __slots__ out")
+    if "_orig_mod" in model._modules:  # of a compiled module
+        raise UserError("recompute: the network is compiled already; give recompute the network before torch.compile")
 
 
 def _rank() -> int:
     """Return this process's number among those that train together."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _settings(network: nn.Module) -> tuple[Any, ...]:
-    """Return types, modes, rates of dropout and other plain attributes of all modules: forward may depend on them."""
-    settings: list[Any] = []
-    for module in network.modules():
-        settings.append(type(module))
-        settings += [item for item in vars(module).items() if isinstance(item[1], SETTINGS)]
-    return tuple(settings)

@@ -49,10 +49,14 @@ class Normalisation(Pointwise):
             0.0,
             0.0,
         )[0]
-        return result.view(rows.shape)
+        return result.view(rows.shape).to(state.dtype)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         value, _, state, *_ = work
+        if gradient.dtype != known[0].dtype:
+            of_exact = gradient.to(known[0].dtype)
+            (of_rows,) = self.gradients(work._replace(may_overwrite=True), known, of_exact)
+            return [None if of_rows is None else of_rows.to(gradient.dtype)]
         if is_large(gradient, state):
             return [_gradient_of_large(work, known, gradient.contiguous())]
         mean, scale, _, unit = state.prepare(value, lambda: _of_channels(value, state))

@@ -173,23 +173,17 @@ class Sum(Pointwise):
 
 
 class Dropout(Pointwise):
-    """Dropout by a mask that was drawn when the pass began."""
+    """Dropout by numbers that were drawn when the pass began."""
 
     reads = ""
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        factor = self._factor(work)
-        if factor is None:
-            return inputs[0]
-        return multiplied(inputs[0], factor, work.may_overwrite)
+        return multiplied(inputs[0], self._factor(work), work.may_overwrite)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        factor = self._factor(work)
-        if factor is None:
-            return [gradient]
-        return [multiplied(gradient, factor, work.may_overwrite)]
+        return [multiplied(gradient, self._factor(work), work.may_overwrite)]
 
-    def _factor(self, work: Work) -> Tensor | None:
+    def _factor(self, work: Work) -> Tensor:
         return dropout_factor(work.value, work.state, work.state.dtype, work.tile)
 
 

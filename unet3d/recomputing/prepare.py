@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from unet3d.base.errors import UserError
 from unet3d.base.types import mib
 from unet3d.recomputing import search
+from unet3d.recomputing.derived import drawn_bytes, trained_names
 from unet3d.recomputing.function import tensors_of
+from unet3d.recomputing.graph import Graph
 from unet3d.recomputing.groups import first_of_group
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import compile_schedule
-from unet3d.recomputing.scratch import scratch_bytes
+from unet3d.recomputing.scratch import fixed_bytes, scratch_bytes
 from unet3d.recomputing.sizes import converted_bytes, sizes_of, wanted_values
 from unet3d.recomputing.trace import trace
 
@@ -42,14 +44,14 @@ def prepare(
     if image.dim() != 5:
         raise UserError(f"recompute: the image has {image.dim()} dimensions, not the 5 of N C D H W")
     dtype = autocast or image.dtype
-    graph = trace(network, image)
+    graph = _traced(network, image, autocast)
     size = list(image.shape[2:])
     maps = Maps(graph, axis=2 + size.index(max(size)))
     tensors = tensors_of(network)
     trained = {name: t.nbytes for name, t in tensors.items() if t.requires_grad}
-    names = frozenset(trained) | {derived.name for derived in graph.derived}
-    wanted = wanted_values(maps, names, image.requires_grad)
-    largest = max(value.shape.numel() for value in graph.values if len(value.shape) == 5)
+    wanted = wanted_values(maps, trained_names(graph, trained), image.requires_grad)
+    values = [value for value in graph.values if len(value.shape) == 5] or graph.values
+    largest = max(value.shape.numel() for value in values)
     if has_larger_tiles(plan, dtype, on_cpu):
         numbers = max(largest // LEAN_TILES_IN_HALF, min(largest // LEAN_FEWEST_IN_HALF, SMALL_TILE))
     elif on_cpu:
@@ -60,13 +62,18 @@ def prepare(
     program = Program(maps, numbers, on_cpu, wanted)
     scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
     program.sizes = sizes_of(program, dtype, trained, scratch)
-    of_network = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
-    program.fixed_bytes = sum(of_network.values()) + image.nbytes
+    program.fixed_bytes = fixed_bytes(tensors, image) + drawn_bytes(graph, maps.weights)
     if dtype != image.dtype:
         program.fixed_bytes += image.numel() * dtype.itemsize
     if not on_cpu:
         program.fixed_bytes += converted_bytes(maps, tensors, dtype)
     return program
+
+
+def _traced(network: nn.Module, image: Tensor, autocast: torch.dtype | None) -> Graph:
+    """Return the graph of a network in mixed precision: a part of it may turn that off."""
+    with torch.autocast(image.device.type, dtype=autocast, enabled=autocast is not None):
+        return trace(network, image)
 
 
 def has_larger_tiles(plan: str, dtype: torch.dtype, on_cpu: bool) -> bool:
@@ -77,14 +84,17 @@ def has_larger_tiles(plan: str, dtype: torch.dtype, on_cpu: bool) -> bool:
 def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
     """Return the program by the schedule of a plan, and for "auto" of a budget in bytes.
 
-    Raises UserError for a budget that no schedule keeps.
+    Raises UserError for a budget that neither a schedule nor the network's own pass keeps.
     """
     if plan == "lean":
-        return program.by(search.leanest(program.schedules))
+        plain = math.inf if program.plain_bytes is None else program.plain_bytes - program.fixed_bytes
+        return program.by(search.leanest(program.schedules, plain))
     if plan == "tiles":
         return program.by(search.smallest(program.schedules))
     assert budget is not None
     schedule = search.within(program.schedules, budget - program.fixed_bytes)
+    if schedule is None and program.plain_bytes is not None and program.plain_bytes <= budget:
+        return program.by(search.least_memory(program.schedules))
     if schedule is None:
         raise UserError(
             f"budget={mib(budget)}MiB: a step needs at least {mib(least_bytes(program))} MiB of "
@@ -105,20 +115,19 @@ def least_bytes(program: Program) -> int:
     return program.fixed_bytes + min(schedule.peak_bytes for schedule in program.schedules)
 
 
-def retraced(program: Program, network: nn.Module, image: Tensor) -> Program:
+def retraced(program: Program, network: nn.Module, image: Tensor, autocast: torch.dtype | None = None) -> Program:
     """Return the program for a network of the same graph: another object, perhaps on another device.
 
     Raises UserError for another graph.
     """
-    maps = Maps(trace(network, image), program.maps.axis)
+    maps = Maps(_traced(network, image, autocast), program.maps.axis)
     if _signature(maps.maps) != _signature(program.maps.maps):
         raise UserError(
             f"recompute: {type(network).__name__} is not the network that its schedule was found for; "
             "give it the same layers each time it is made"
         )
     trained = frozenset(name for name, tensor in tensors_of(network).items() if tensor.requires_grad)
-    names = trained | {derived.name for derived in maps.graph.derived}
-    wanted = wanted_values(maps, names, image.requires_grad)
+    wanted = wanted_values(maps, trained_names(maps.graph, trained), image.requires_grad)
     return replace(program, maps=maps, wanted=wanted, plans={}, spans={})
 
 
@@ -134,13 +143,46 @@ def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[st
 
 def work_line(program: Program) -> str:
     """Return the work of a program, and which operations have no rule."""
-    work = f"work of {program.schedule.work:.2f} forward passes (1.00: no map is made twice)"
+    return f"work of {program.schedule.work:.2f} forward passes (1.00: no map is made twice){_without_rule(program)}"
+
+
+def describe(program: Program, plan: str, held: int = 0) -> str:
+    """Return a line: the bytes of a schedule and of the network's own pass, the schedule's work, what has no rule.
+
+    `held`: bytes that lie in memory besides, and are counted in both.
+    """
+    kinds = ["weights", "gradients", "activations"]
+    if not program.on_cpu:
+        kinds.append("workspaces of cuDNN")
+    if held:
+        kinds.append(f"{mib(held)} MiB held")
+    *first, last = kinds
+    size = f"{mib(program.peak_bytes)} MiB"
+    if program.plain_bytes is not None:
+        size = f"{size} instead of {mib(program.plain_bytes)} MiB"
+    sizes = f"{size} (predicted) for {', '.join(first)} and {last}"
+    if program.saves_memory:
+        return f"recompute={plan}: {sizes}, {_more_work(program.schedule.work)}{_without_rule(program)}"
+    assert program.plain_bytes is not None
+    line = f"recompute={plan}: would need {sizes}, so the network runs plain"
+    if plan == "lean" and program.by(search.smallest(program.schedules)).saves_memory:
+        return f"{line}; plan='tiles' would need less"
+    return line
+
+
+def _more_work(work: float) -> str:
+    percent = round(100 * (work - 1))
+    return f"{percent} % more forward work" if percent > 0 else "no more forward work"
+
+
+def _without_rule(program: Program) -> str:
+    """Return which operations have no rule, as the end of a line."""
     whole: dict[str, None] = {}
     for map_ in program.maps.whole:
         value = first_of_group(map_.passing)
         whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
     if not whole:
-        return work
+        return ""
     first = ", ".join(list(whole)[:3])
     more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-    return f"{work}; without a rule for rows, so run again in backward, under autograd: {first}{more}"
+    return f"; without a rule for rows, so run again in backward, under autograd: {first}{more}"

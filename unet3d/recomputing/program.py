@@ -27,7 +27,8 @@ class Program:
     wanted: frozenset[Value]  # values of which a gradient is needed
     schedule: Schedule = EMPTY
     sizes: Sizes | None = None  # by which schedules are chosen; None while they are measured
-    fixed_bytes: int = 0  # of weights, buffers and image, which are there before a pass and after it
+    fixed_bytes: int = 0  # of weights, buffers, image and random numbers, which are there through all of a pass
+    plain_bytes: int | None = None  # predicted of the network's own pass, like `peak_bytes`; None: not known
     plans: dict[Any, MapPlan] = field(default_factory=dict)
     spans: dict[int, list[Span]] = field(default_factory=dict)  # the parts of groups, by the index of their maps
 
@@ -38,6 +39,11 @@ class Program:
     def peak_bytes(self) -> int:
         """Predicted bytes of tensors that are alive at once in the forward and the backward pass, at most."""
         return self.fixed_bytes + self.schedule.peak_bytes
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the schedule needs less than the network's own pass, as far as that is known."""
+        return self.plain_bytes is None or self.peak_bytes < self.plain_bytes
 
     def serves(self, image: Tensor) -> bool:
         """Return whether the program is for images of this size."""

@@ -1,6 +1,7 @@
 """Refusals of networks that a schedule cannot repeat. Their lines name the place in the source."""
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -8,17 +9,51 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from unet3d.base.errors import UserError
+from unet3d.recomputing.graph import operation_name
+from unet3d.recomputing.readable import hooked
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+NORMS_BY_HOOKS = {"SpectralNorm": "spectral_norm", "WeightNorm": "weight_norm"}
+OURS = str(Path(__file__).parent) + os.sep
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise UserError if a module has hooks: a schedule does not call modules."""
+def refuse_hooks(model: nn.Module, with_root: bool = True) -> None:
+    """Raise UserError if a module has hooks that would not run, since a schedule does not call modules.
+
+    `with_root`: the network itself is not called either, so that its own hooks and its own `__call__` count.
+    """
     for path, module in model.named_modules():
-        for name in HOOKS:
-            if getattr(module, name):
-                raise UserError(f"{path or type(model).__name__}: {name[1:]} would not run in recompute; remove them")
+        for hook in module._forward_pre_hooks.values():
+            name = NORMS_BY_HOOKS.get(type(hook).__name__)
+            if name is not None:
+                problem = f"{path}: torch.nn.utils.{name} works by a hook, which would not run in recompute"
+                raise UserError(f"{problem}; use torch.nn.utils.parametrizations.{name}")
+    for hooks in hooked(model, with_root):
+        raise UserError(f"{hooks} would not run in recompute; remove them, or put what they do into forward")
+    if with_root and type(model).__call__ is not nn.Module.__call__:
+        name = type(model).__name__
+        raise UserError(f"{name}: its own __call__ would not run in recompute; put what it does into forward")
+
+
+def refuse_hooks_of_saved_tensors() -> None:
+    """Raise UserError if hooks of saved tensors are on: a pass saves its image and weights, and none of its maps."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UserError(
+            "recompute: a pass within saved_tensors_hooks or torch.utils.checkpoint saves no maps that these could "
+            "change or make again; call the network outside of them"
+        )
+
+
+def refuse_replaced_parameters(model: nn.Module) -> None:
+    """Raise UserError if tensors stand in the place of parameters, since torch.export takes none there."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, nn.Parameter):
+                where = f"{path}.{name}".removeprefix(".")
+                raise UserError(
+                    f"{where} is a plain tensor in the place of a parameter, as functional_call puts it there; "
+                    "call the network without recompute so"
+                )
 
 
 def refuse_exchange(model: nn.Module) -> None:
@@ -31,33 +66,91 @@ def refuse_exchange(model: nn.Module) -> None:
             raise UserError(f"{problem} in recompute; train with BatchNorm, InstanceNorm or GroupNorm")
 
 
+# What torch.export says, in parts of its lines, and what that is in words.
+CAUSES = (
+    (
+        "data-dependent",
+        "what forward does depends on the numbers of a tensor, as in `if`, `int()`, an index; compute with tensors",
+    ),
+    (".data =", "forward sets .data of a tensor, which recompute would not repeat; change it outside of forward"),
+    ("inference_mode", "forward enters torch.inference_mode(); use torch.no_grad() there"),
+    (".numpy()", "forward gives a tensor to NumPy; compute with torch"),
+    ("in output, which is not a known type", "forward returns {0}; return a tensor, or a list, tuple or dict of them"),
+    (
+        "fake tensor in the exported program constant's list",
+        "forward reads a tensor that is neither a parameter nor a buffer; let register_buffer keep it",
+    ),
+    ("One of the differentiated Tensors does not require grad", "forward takes gradients by itself"),
+)
+
+
 def cannot_trace(model: nn.Module, error: Exception) -> str:
-    """Return what torch.export says in a line, where, and what to do."""
-    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Return in a line what torch.export does not trace, where, and what to do."""
+    text = str(error)
+    first_line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    problem = f"{first_line.strip()}; use torch.utils.checkpoint on its children instead"
+    for part, cause in CAUSES:
+        if part in text:
+            names = re.findall(r"<class '([^']*)'>", text)
+            problem = cause.format(*names or ["an object of its own"])
+            break
+    return f"{type(model).__name__} cannot be traced{_place_in_forward(error)}: {problem}"
+
+
+def _place_in_forward(error: BaseException) -> str:
+    """Return the line at which an error left the network's own code, in words."""
     place = ""
+    is_within = False
     frame = error.__traceback__
     while frame is not None:
-        path = frame.tb_frame.f_code.co_filename
-        if frame.tb_frame.f_code.co_name == "forward" and not path.startswith(TORCH):
-            place = f" at {path}:{frame.tb_lineno}"
+        code = frame.tb_frame.f_code
+        is_within = is_within or (code.co_name == "forward" and not code.co_filename.startswith((TORCH, OURS)))
+        if is_within and not code.co_filename.startswith((TORCH, OURS)):
+            place = f" at {code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
-    problem = f"{type(model).__name__} cannot be traced{place}: {first_line.strip()}"
-    return f"{problem}; use torch.utils.checkpoint on its children instead"
+    return place
 
 
-def has_contexts(model: nn.Module, node: fx.Node) -> str:
-    """Return why operations within a context of their own, which torch.export makes a graph of, are refused."""
-    layers = [layer_of(user) for user in node.users]
-    layer = next((layer for layer in layers if layer), type(model).__name__)
-    return (
-        f"{layer}: operations within torch.no_grad() or torch.autocast() in forward cannot be made again; leave it out"
-    )
+def gives_number(node: fx.Node) -> str:
+    """Return why an operation that takes a number out of a tensor is refused."""
+    problem = f"{operation_name(node.target)} takes a number out of a tensor{place_of(node)}"
+    return f"{layer_of(node) or 'the network'}: {problem}, which recompute would not know; compute with the tensor"
+
+
+def has_unknown_size(node: fx.Node, op: str) -> str:
+    """Return why an operation whose result has another size for each image is refused."""
+    problem = f"the size of what {op} gives depends on the numbers of a tensor{place_of(node)}"
+    return f"{layer_of(node) or 'the network'}: {problem}; use torch.where, or a product with the mask"
+
+
+def changes_memory(node: fx.Node, op: str) -> str:
+    """Return why an operation that writes over a map is refused."""
+    problem = f"{op} writes over a map{place_of(node)}"
+    return f"{layer_of(node) or 'the network'}: {problem}, which recompute would not repeat; let it give a new tensor"
+
+
+def turns_on_autocast(node: fx.Node, dtype: torch.dtype) -> str:
+    """Return why an operation is refused in a mixed precision that forward turns on."""
+    problem = f"forward turns on torch.autocast with {dtype} by itself{place_of(node)}, which recompute does not follow"
+    return f"{layer_of(node) or 'the network'}: {problem}; call the network within it instead"
+
+
+def calls_functions(node: fx.Node) -> str:
+    """Return why an operation that takes functions, such as torch.cond, is refused."""
+    name = str(node.target).rpartition(".")[2]
+    return f"{layer_of(node) or 'the network'}: {name} calls functions, which recompute does not follow{place_of(node)}"
 
 
 def draws(node: fx.Node, op: str) -> str:
-    """Return why an operation that draws random numbers is refused: a second run draws others."""
+    """Return why an operation that draws random numbers of a map's numbers is refused: a second run draws others."""
     layer = layer_of(node) or "the network"
-    return f"{layer}: {op} would draw other numbers when it is made again{place_of(node)}; use dropout, or leave it out"
+    if op == "scaled_dot_product_attention":
+        problem = f"{layer}: {op} draws dropout within its kernel, and would draw another when it is made again"
+        return (
+            f"{problem}{place_of(node)}; set its dropout_p to 0, or compute the attention by matmul, softmax, dropout"
+        )
+    problem = f"{layer}: {op} draws random numbers that depend on a map, and would draw others when it is made again"
+    return f"{problem}{place_of(node)}; use dropout, or compute them from torch.rand_like, which is drawn once a pass"
 
 
 def layer_of(node: fx.Node) -> str:
@@ -70,5 +163,5 @@ def layer_of(node: fx.Node) -> str:
 def place_of(node: fx.Node) -> str:
     """Return where in the source a node is called, in words."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    calls = [line.strip() for line in lines if line.strip().startswith("File ")]
+    calls = [line.strip() for line in lines if line.strip().startswith("File ") and OURS not in line]
     return f" ({calls[-1]})" if calls else ""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recomputing.graph import DROPOUTS, Value, Weight
+from unet3d.recomputing.graph import DROPOUTS, Like, Value, Weight
 from unet3d.recomputing.state import State
 
 TRACKING = ("batch_norm", "instance_norm")  # their fourth and fifth arguments are running statistics, or None
@@ -79,10 +79,7 @@ class Rule:
 def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool = False) -> Tensor:
     """Return the operation's result for these inputs, on rows or whole maps; a dropout is of whole maps."""
     if value.op in DROPOUTS:
-        factor = dropout_factor(value, state, inputs[0].dtype)
-        if factor is None:
-            return inputs[0]
-        return inputs[0] * factor
+        return inputs[0] * dropout_factor(value, state, inputs[0].dtype)
     tensors: dict[Value | Weight, Tensor | None] = dict(zip(value.inputs, inputs, strict=True))
     for weight in value.weights():
         if keeps_types:
@@ -117,6 +114,8 @@ def filled(tree: Any, tensors: Mapping[Value | Weight, Tensor | None]) -> Any:
     """Return arguments with tensors in the place of values and weights."""
     if isinstance(tree, Value | Weight):
         return tensors[tree]
+    if isinstance(tree, Like):
+        return tree.tensor()
     if isinstance(tree, tuple):
         return [filled(leaf, tensors) for leaf in tree]
     return tree
@@ -142,7 +141,6 @@ def gradients_by_autograd(
         axis=state.axis,
         dtype=state.dtype,
         weights={weight.name: parameters.get(weight.name, state.weights[weight.name]) for weight in value.weights()},
-        masks=state.masks,
         updated={value},
     )
     with torch.enable_grad():
@@ -174,19 +172,17 @@ def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State) -
     return call(value, inputs, state)
 
 
-def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | None = None) -> Tensor | None:
-    """Return the numbers by which a dropout multiplies a map, or a tile's rows of it. None: it is off."""
-    mask = state.masks.get(value)
-    if mask is None:
-        return None
-    if tile is not None and mask.shape[state.axis] > 1:
+def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
+    """Return the numbers by which a dropout multiplies a map, or a tile's rows of it."""
+    drawn = state.weights[value.args[-1].name]
+    if tile is not None and drawn.shape[state.axis] > 1:
         first, _ = tile.span
-        mask = mask.narrow(state.axis, first, tile.rows)
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
+        drawn = drawn.narrow(state.axis, first, tile.rows)
+    if drawn.dtype != torch.bool:
+        return drawn.to(dtype)
     probability = float(value.argument(1))
-    factor = 1 / (1 - probability)
-    return mask.to(dtype).mul_(factor)
+    factor = 1 / (1 - probability) if probability < 1 else 0.0
+    return drawn.to(dtype).mul_(factor)
 
 
 def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
@@ -196,30 +192,6 @@ def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
         pads += [0, 0]
     pads += [before, behind]
     return F.pad(x, pads)
-
-
-def draw_masks(values: Sequence[Value], state: State, device: torch.device) -> None:
-    """Add to the state the numbers that all dropouts draw, in the order in which the network calls them."""
-    for value in values:
-        if value.op in DROPOUTS:
-            mask = _draw_mask(value, state, device)
-            if mask is not None:
-                state.masks[value] = mask
-
-
-def _draw_mask(value: Value, state: State, device: torch.device) -> Tensor | None:
-    """Return the numbers that a dropout draws: a factor of each channel, or one bit of each voxel. None: it is off."""
-    probability = float(value.argument(1))
-    is_training = value.argument(2)
-    if not is_training or probability == 0:
-        return None
-    if value.op == "feature_dropout":
-        each_channel = list(value.shape[:2])
-        each_channel += [1 for _ in value.shape[2:]]
-        ones = torch.ones(each_channel, dtype=state.dtype, device=device)
-        return torch.feature_dropout(ones, probability, True)
-    ones = torch.ones(value.shape, dtype=state.dtype, device=device)
-    return F.dropout(ones, probability, inplace=True) != 0
 
 
 RULES: dict[str, Rule] = {}  # by operation; the modules of rules fill it

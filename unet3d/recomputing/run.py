@@ -22,7 +22,6 @@ from unet3d.recomputing.instructions import (
 from unet3d.recomputing.making import make_into
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import draw_masks
 from unet3d.recomputing.sending import TileSender
 from unet3d.recomputing.state import State
 from unet3d.recomputing.statistics import take_statistics
@@ -42,6 +41,7 @@ class Pass:
         self.gradients: dict[Value, Tensor | None] = {}  # None: of an output that the loss does not use
         self.arrived: set[Value] = set()  # outputs, whose gradients are not ours to write over
         self.memory_of_outputs: dict[Value, int] = {}
+        self.versions: list[tuple[str, Tensor, int]] = []
         self.sender = TileSender(program, state, device, self.maps, self.gradients)
         self.by_index = program.maps.maps
         self.instructions = list(program.schedule.instructions)
@@ -50,7 +50,6 @@ class Pass:
         """Return the outputs."""
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
-        draw_masks(graph.values, self.state, self.device)
         if not self.program.on_cpu:
             self.state.convert(self.program.maps.converted_weights)
         turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, Turn))
@@ -61,8 +60,33 @@ class Pass:
         for value in set(graph.outputs):
             if not users[value]:
                 self.memory_of_outputs[value] = self.maps.pop(value).untyped_storage()._cdata
+            else:
+                self.maps[value] = self.maps[value].detach()  # The output itself will hold this pass, in a circle.
         self.instructions = self.instructions[turn + 1 :]
+        for what, tensor in self._read_again():
+            if not tensor.is_inference():
+                self.versions.append((what, tensor, tensor._version))
         return outputs
+
+    def _read_again(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what backward reads again; autograd itself watches trained weights."""
+        graph = self.program.maps.graph
+        for number, value in enumerate(graph.outputs):
+            if value in self.maps:
+                yield f"output {number}", self.maps[value]
+        for name in self.program.maps.weights_read_again:
+            tensor = self.state.weights[name]
+            if not tensor.requires_grad:
+                yield name, tensor
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError, as autograd does, if what backward reads was changed in place since forward."""
+        for what, tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"recompute: {what} was changed in place between forward and backward, which reads it again; "
+                    "change a copy of it (clone())"
+                )
 
     def backward(self, image: Tensor, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Return the gradient of the image, if it is wanted; the weights' gradients are in the state."""
@@ -144,9 +168,12 @@ class Pass:
             return
         source = None if over is None else self.by_index[over].value
         target = None if source is None else self.maps[source]
+        if target is not None and target.dtype != self.state.dtype:  # of a group, as float32 in half precision
+            target = None
         if target is None:
             target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
-        make_into(plan, target, self.maps, self.state, source)
+        over_source = source is not None and target is self.maps[source]
+        make_into(plan, target, self.maps, self.state, source if over_source else None)
         if source is not None:
             del self.maps[source]
         self.maps[value] = target

@@ -1,17 +1,22 @@
 """Bytes beside maps and gradients while an instruction runs, measured on tensors without data.
 
 Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
-like the second. Only `SendTwice` runs all tiles.
+like the second. Only `SendTwice` runs all tiles. What the network's own pass needs, `plain_bytes` measures.
 """
 
+import random
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.base import workspaces
@@ -19,18 +24,26 @@ from unet3d.base.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 from unet3d.recomputing import meta_kernels
 from unet3d.recomputing.compiler import TWICE
 from unet3d.recomputing.costs import Beside
-from unet3d.recomputing.function import derived_tensors
+from unet3d.recomputing.function import derived_tensors, tensors_of
+from unet3d.recomputing.gradient_sums import GradientSums
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Place, Target
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import draw_masks
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.state import State
 from unet3d.recomputing.tiles import MapPlan
+from unet3d.recomputing.trace import _attributes_stay, _silence
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+# Normalisations, and which of their arguments is the weight.
+NORMALISATIONS = {
+    torch.ops.aten.native_batch_norm.default: 1,
+    torch.ops.aten.native_group_norm.default: 1,
+    torch.ops.aten.native_layer_norm.default: 2,
+}
 
 
 class PeakBytes(TorchDispatchMode):
@@ -62,17 +75,22 @@ class PeakBytes(TorchDispatchMode):
             self._watch(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = meta_kernels.run(func, args, kwargs or {})
-        if func is BATCH_NORM_BACKWARD and not args[-1][0]:
-            result = (None, *result[1:])  # a fake one is made, a real one is not
-        if func is LAYER_NORM_BACKWARD and result[0] is not None:
-            result = (result[0].contiguous(), *result[1:])  # a fake one has the strides of the input
+        result = self._compute(func, args, kwargs or {})
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._watch(tensor, tensor.untyped_storage().nbytes())
         if self._has_workspaces and func in (CONVOLUTION, CONVOLUTION_BACKWARD):
             size = max(workspaces.bytes_of_call(func, args, result))
             self.peak = max(self.peak, self.bytes + size)
+        return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation gives for real tensors."""
+        result = meta_kernels.run(func, args, kwargs)
+        if func is BATCH_NORM_BACKWARD and not args[-1][0]:
+            return None, *result[1:]  # a fake one is made, a real one is not
+        if func is LAYER_NORM_BACKWARD and result[0] is not None:
+            return result[0].contiguous(), *result[1:]  # a fake one has the strides of the input
         return result
 
     def _watch(self, tensor: Tensor, size: int) -> None:
@@ -87,6 +105,120 @@ class PeakBytes(TorchDispatchMode):
     def _release(self, address: int, size: int, _: Any) -> None:
         if self._alive.pop(address, None) is not None:
             self.bytes -= size
+
+
+class _PlainBytes(PeakBytes):
+    """The same of autograd's own passes: a sum of gradients lies where its first term was."""
+
+    def __init__(self, has_workspaces: bool) -> None:
+        super().__init__(has_workspaces)
+        self._sums = GradientSums()
+
+    def __enter__(self) -> "_PlainBytes":
+        self._sums.try_out()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._sums.is_in_place(func, args):
+            storage = args[0].untyped_storage()
+            self._release(storage._cdata, storage.nbytes(), None)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation gives for real tensors, which in mixed precision have other types than fake ones."""
+        result = super()._compute(func, args, kwargs)
+        weight = args[NORMALISATIONS[func]] if func in NORMALISATIONS else None
+        if weight is not None:
+            output, *statistics = result
+            return output, *(statistic.to(weight.dtype) for statistic in statistics)
+        if func is GROUP_NORM_BACKWARD and result[0] is not None:
+            return result[0].to(args[1].dtype), *result[1:]
+        return result
+
+
+class _Loss(torch.autograd.Function):
+    """A loss of a network's outputs that keeps nothing, and whose gradients all arrive as backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.outputs = [(output.shape, output.dtype, output.device) for output in outputs]
+        return outputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.outputs)
+
+
+def plain_bytes(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_cpu: bool) -> int | None:
+    """Return what `Program.peak_bytes` predicts of a schedule, of the network's own forward and backward pass.
+
+    The network runs once more, under autograd, on tensors without data, and is left as it was. Arguments are those of
+    `prepare`. None where it does not run so.
+    """
+    tensors = tensors_of(network)
+    count = _PlainBytes(has_workspaces=not on_cpu)
+    try:
+        with _generators_stay(image.device), _silence(), _attributes_stay(network), torch.enable_grad():
+            _run_plain(network, tensors, image, autocast, count)
+    except Exception:  # A network of others may raise anything, and no pass needs this number.
+        return None
+    return fixed_bytes(tensors, image) + count.peak
+
+
+def _run_plain(
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    image: Tensor,
+    autocast: torch.dtype | None,
+    count: _PlainBytes,
+) -> None:
+    """Run a forward and a backward pass of a network on tensors without data, and count what these make."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        fake_of: dict[int, Tensor] = {id(tensor): fakes.from_tensor(tensor) for tensor in tensors.values()}
+        fake_tensors = {f"network.{name}": fake_of[id(tensor)] for name, tensor in tensors.items()}
+        fake_image = torch.empty_strided(image.shape, image.stride(), dtype=image.dtype, device=image.device)
+        fake_image.requires_grad_(image.requires_grad)
+        count.adopt(fake_image, *fake_tensors.values())
+        nothing = torch.empty(0, device=image.device)
+        with count:
+            with torch.autocast(image.device.type, dtype=autocast, enabled=autocast is not None):
+                outputs = torch.func.functional_call(_Forward(network), fake_tensors, (fake_image,))
+                torch.clear_autocast_cache()  # as where the outermost context ends
+            leaves = _pytree.tree_leaves(outputs)
+            loss = _Loss.apply(*(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad))
+            del outputs, leaves
+            loss.backward(nothing.to(loss.dtype))
+
+
+class _Forward(nn.Module):
+    """A network without its own hooks, which run around a pass."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, image: Tensor) -> Any:
+        return self.network.forward(image)
+
+
+@contextmanager
+def _generators_stay(device: torch.device) -> Iterator[None]:
+    """Put the generators of random numbers, of torch, Python and NumPy, back as they were."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def fixed_bytes(tensors: Mapping[str, Tensor], image: Tensor) -> int:
+    """Return the bytes of weights, buffers and image, which are there before a pass and after it."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    return sum(storages.values()) + image.nbytes
 
 
 class Scratch(NamedTuple):
@@ -113,7 +245,6 @@ def scratch_bytes(
         state = State(program.maps.axis, dtype, fake_weights, program.on_cpu)
         run = Pass(_shortened(program), state, autocast, device)
         with torch.no_grad():
-            draw_masks(program.maps.graph.values, state, device)
             if not program.on_cpu:
                 state.convert(program.maps.converted_weights)
             meter = _Meter(program, run, dtype, device)
@@ -278,7 +409,11 @@ class _Meter:
         return [other.index for other in maps if other.value in map_.sources and other.value in wanted]
 
     def _provide_gradient(self, map_: Map) -> None:
-        gradient = torch.empty(map_.value.shape, dtype=self._dtype(map_), device=self.device)
+        readers = [other for other in self.run.by_index if map_.value in other.sources]
+        dtype = self._dtype(map_)
+        if dtype.is_floating_point and readers and all(other.rule is not None for other in readers):
+            dtype = self.dtype
+        gradient = torch.empty(map_.value.shape, dtype=dtype, device=self.device)
         self.run.gradients[map_.value] = gradient
         self._give(gradient)
 

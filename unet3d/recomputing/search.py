@@ -88,10 +88,19 @@ def front(sizes: Sizes) -> list[Schedule]:
     return best.schedules()
 
 
-def leanest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule that weighs memory and work best, of those with little more than the least work."""
+def leanest(schedules: Sequence[Schedule], plain: float = math.inf) -> Schedule:
+    """Return the schedule that weighs memory and work best, of those with little more than the least work.
+
+    Where that needs no less than the `plain` pass (bytes without weights and image), twice as much more work may be
+    taken for one that does.
+    """
     least_work = min(schedule.work for schedule in schedules)
-    return _best(schedules, least_work + LITTLE_WORK, WORTH_FOR_LEAN)
+    best = _best(schedules, least_work + LITTLE_WORK, WORTH_FOR_LEAN)
+    if best.peak_bytes < plain:
+        return best
+    most_work = least_work + 2 * LITTLE_WORK
+    saving = [schedule for schedule in schedules if schedule.peak_bytes < plain and schedule.work <= most_work]
+    return _best(saving or [best], most_work, WORTH_FOR_LEAN)
 
 
 def smallest(schedules: Sequence[Schedule]) -> Schedule:

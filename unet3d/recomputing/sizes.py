@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unet3d.recomputing.costs import Sizes
-from unet3d.recomputing.graph import Value
+from unet3d.recomputing.graph import Value, has_gradients
 from unet3d.recomputing.making import reads_back, reads_far_back, waiting_numbers
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program
@@ -18,11 +18,16 @@ THIN = 0.05  # of a forward pass: less work than this may be done again for each
 
 
 def wanted_values(maps: Maps, trained: frozenset[str], image_needs_gradient: bool) -> frozenset[Value]:
-    """Return the values of which a gradient is needed, where these weights are trained."""
+    """Return the values of which a gradient is needed, where these weights are trained.
+
+    None is needed of whole numbers, and of what is detached.
+    """
     wanted: set[Value] = set()
     if image_needs_gradient:
         wanted.add(maps.graph.image)
     for value in maps.graph.values:
+        if value.op == "detach" or not has_gradients(value.dtype):
+            continue
         is_trained = any(weight.name in trained for weight in value.weights())
         if is_trained or any(source in wanted for source in value.inputs):
             wanted.add(value)
@@ -44,9 +49,9 @@ def sizes_of(
     total = max(sum(map_.operations for map_ in maps), 1)
     work = [map_.operations / total for map_ in maps]
     outputs = frozenset(index_of[value] for value in program.maps.graph.outputs)
-    over = [_over(program, map_, index_of, outputs) for map_ in maps]
+    over = [_over(program, map_, index_of, outputs, dtype) for map_ in maps]
     return Sizes(
-        bytes=[bytes_of(map_.value, dtype) for map_ in maps],
+        bytes=[bytes_of(map_.value, _type_of(program, map_, dtype)) for map_ in maps],
         work=work,
         sources=[_indices(map_.sources, index_of) for map_ in maps],
         reads=[frozenset(_indices(_reads(program, map_), index_of)) for map_ in maps],
@@ -65,6 +70,12 @@ def sizes_of(
         over_scratch=[_over_scratch(program, map_, places.map, dtype) for map_, places in zip(maps, over, strict=True)],
         complete_scratch=[of_map.complete for of_map in scratch],
     )
+
+
+def _type_of(program: Program, map_: Map, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a map of floating-point numbers: a group's result stays in plain's, where that is known."""
+    is_known = map_.rule is None and program.maps.graph.is_in(dtype)
+    return map_.value.dtype if is_known else dtype
 
 
 def _indices(values: Sequence[Value], index_of: dict[Value, int]) -> tuple[int, ...]:
@@ -117,6 +128,7 @@ def _over(
     map_: Map,
     index_of: dict[Value, int],
     outputs: frozenset[int],
+    dtype: torch.dtype,
 ) -> _Over:
     """Return the sources in whose memory a map or a gradient may be written."""
     over = _Over(set(), set(), set())
@@ -133,7 +145,8 @@ def _over(
             over.source.add(index)
         if source.shape != map_.value.shape:
             continue
-        if index not in outputs and not reads_far_back(tiles, source):
+        is_alike = _type_of(program, program.maps.maps[index], dtype) == _type_of(program, map_, dtype)
+        if index not in outputs and is_alike and not reads_far_back(tiles, source):
             over.map.add(index)
         if map_.index not in outputs and _is_sent_behind(tiles, source):
             over.gradient.add(index)

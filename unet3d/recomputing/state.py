@@ -35,7 +35,6 @@ class State:
     on_cpu: bool = True  # else each call costs a launch, and what is small stays for the whole pass
     statistics: dict[Value, Statistics] = field(default_factory=dict)
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
-    masks: dict[Value, Tensor] = field(default_factory=dict)  # of dropout
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
     of_tile: dict[str, Tensor] = field(default_factory=dict)  # the same, not yet added
     of_images: dict[int, list[tuple[Weight, Tensor]]] = field(default_factory=dict)  # the same, not yet summed

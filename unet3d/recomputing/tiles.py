@@ -11,8 +11,9 @@ from itertools import pairwise
 from torch import Tensor
 
 from unet3d.recomputing.convolution import Convolution
-from unet3d.recomputing.graph import Value
+from unet3d.recomputing.graph import DROPOUTS, Value
 from unet3d.recomputing.maps import Map
+from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.rules import RULES, Span, Tile, Work
 from unet3d.recomputing.state import State
 
@@ -84,7 +85,8 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     if not on_cpu:
         count = min(length, math.ceil(largest / numbers))
     else:
-        weights = [weight.shape.numel() for value in map_.passing for weight in value.weights()]
+        weighted = [value for value in map_.passing if value.op not in DROPOUTS]
+        weights = [weight.shape.numel() for value in weighted for weight in value.weights()]
         if largest <= max(weights, default=0):  # whose gradient would lie beside each tile but the first
             numbers = largest
         rows = max(1, round(numbers * length / largest))
@@ -172,13 +174,26 @@ class _Forward:
         """Make the rows of all values."""
         for value in self.values:
             tile = self.tile.tiles[value]
-            inputs = [self.read(source, span) for source, span in zip(value.inputs, tile.inputs, strict=True)]
+            inputs = self.inputs(value, tile)
             may_overwrite = bool(inputs) and self._may_overwrite(value.inputs[0], tile.inputs[0])
             work = Work(value, tile, self.state, may_overwrite)
             self.rows[value] = RULES[value.op].run(work, inputs)
             del inputs
             for source in value.inputs:
                 self.release(source)
+
+    def inputs(self, value: Value, tile: Tile) -> list[Tensor]:
+        """Return the rows that an operation reads, in the type of maps.
+
+        A group's result may have another: float32 in half precision, which a normalisation reads as exactly as it is.
+        """
+        inputs = []
+        for source, span in zip(value.inputs, tile.inputs, strict=True):
+            rows = self.read(source, span)
+            if rows.is_floating_point() and value.op not in NORMALISATIONS:
+                rows = rows.to(self.state.dtype)
+            inputs.append(rows)
+        return inputs
 
     def read(self, value: Value, span: Span) -> Tensor:
         """Return rows of a map or of a value in passing."""
@@ -251,7 +266,7 @@ class _Backward:
         if rule.reads == "result":
             known = [self.forward.rows[value]]
         elif rule.reads == "inputs":
-            known = [self.forward.read(source, span) for source, span in zip(value.inputs, tile.inputs, strict=True)]
+            known = self.forward.inputs(value, tile)
         wanted = [source in self.plan.wanted for source in value.inputs]
         work = Work(value, tile, self.state, of_result.is_own, wanted)
         self._release(value)

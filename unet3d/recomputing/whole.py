@@ -3,7 +3,7 @@
 Where a dimension allows it, it is carried out in parts: a few windows of an attention at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from unet3d.recomputing.along import SIZED
 from unet3d.recomputing.derived import derive, names_read
-from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.graph import Value, Weight, has_gradients
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import Gradients, Span, State, call
 
@@ -89,7 +89,7 @@ def _gradients(
     inputs = []
     for source, is_wanted in zip(sources, wanted, strict=True):
         leaf = source.detach()
-        inputs.append(leaf.requires_grad_(is_wanted and source.is_floating_point()))
+        inputs.append(leaf.requires_grad_(is_wanted and has_gradients(source.dtype)))
     with torch.enable_grad():
         result = _run(map_, inputs, inner, span)
     if not result.requires_grad:
@@ -136,8 +136,6 @@ def _run(map_: Map, sources: Sequence[Tensor], state: State, span: Span | None =
     tensors: dict[Value, Tensor] = dict(zip(map_.sources, sources, strict=True))
     weights = dict(state.weights)
     state = replace(state, weights=weights)
-    if span is not None:
-        state.masks = _masks(map_, state.masks, span)
     for value in map_.passing:
         missing = {weight.name for weight in value.weights()} - weights.keys()
         for steps in map_.derived:
@@ -170,11 +168,6 @@ def _call_on_part(map_: Map, value: Value, inputs: Sequence[Tensor], state: Stat
     if narrowed:
         state = replace(state, weights={**state.weights, **narrowed})
     return call(value, inputs, state, keeps_types=True)
-
-
-def _masks(map_: Map, masks: Mapping[Value, Tensor], span: Span) -> dict[Value, Tensor]:
-    """Return the masks of a part's dropouts."""
-    return {value: _rows(map_, value, masks[value], span) for value in map_.passing if value in masks}
 
 
 def _narrowed(map_: Map, sources: Sequence[Tensor], span: Span) -> list[Tensor]:

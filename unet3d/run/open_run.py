@@ -106,14 +106,14 @@ def _learner(
     model = build.prepare_for_ranks(policy.formatted(model.to(device)))
     optimizer = optim.optimizer(config.optim, model)
     if technique.program is not None:
-        policy = replace(policy, program=_program_of(model.train(), technique.program))
+        policy = replace(policy, program=_program_of(model.train(), technique.program, policy.dtype))
     if technique.window_program is not None:
-        policy = replace(policy, window_program=_program_of(model.eval(), technique.window_program))
+        policy = replace(policy, window_program=_program_of(model.eval(), technique.window_program, policy.dtype))
     model.train()
     return Learner(model, loss, optimizer, policy.scaler(), policy)
 
 
-def _program_of(model: nn.Module, program: Program) -> Program:
+def _program_of(model: nn.Module, program: Program, autocast: torch.dtype | None) -> Program:
     """Return the program for the run's own network, in its present mode.
 
     It was prepared for another object; of a user's network, another call may give other constants.
@@ -123,7 +123,7 @@ def _program_of(model: nn.Module, program: Program) -> Program:
         return program
     shape = program.maps.graph.image.shape
     image = torch.empty(shape, device=next(model.parameters()).device)
-    return retraced(program, model, image)
+    return retraced(program, model, image, autocast)
 
 
 def _predictor(config: Config, model_config: Model, learner: Learner, device: torch.device) -> Predictor:

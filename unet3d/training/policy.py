@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_s
 from unet3d.model import half_precision
 from unet3d.recomputing.function import call_by_program
 from unet3d.recomputing.program import Program
+from unet3d.recomputing.refusals import refuse_hooks
 from unet3d.training import recomputation
 from unet3d.training.recomputation import FirstCall, SecondCall
 from unet3d.training.stage_state import (
@@ -82,6 +83,7 @@ class MemoryPolicy:
                     return call_by_program(self.window_program, model, image)
                 return model(image)
             if self.program is not None:
+                refuse_hooks(model)
                 return call_by_program(self.program, model, image)
             if self.segment_starts:
                 return self._checkpointed(model, image)

@@ -1,0 +1,407 @@
+"""Uses of a network whose settings change after the first pass: all that forward can read."""
+
+import functools
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from uses import Block, Layers, Light, World, acted, gained, light, made, of_class, own, put, scaled, table
+
+from unet3d.recomputing import module
+
+HERE = sys.modules[__name__]
+GAIN = 1.0
+TABLE = {"gain": [1.0, 3.0]}
+CONV = "block.conv"
+NUMBERS = "refused: depends on the numbers of a tensor"
+
+
+@dataclass
+class Options:
+    """A dataclass."""
+
+    gain: float = 1.0
+
+
+class Plain:
+    """An object with an attribute."""
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def __call__(self) -> Any:
+        """Return the number."""
+        return self.gain
+
+
+class Slots:
+    """An object without a dict."""
+
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+
+class Hidden:
+    """An object whose number is a property, kept under another name."""
+
+    def __init__(self) -> None:
+        self._known = [1.0]
+
+    gain = property(lambda self: self._known[0], lambda self, value: self._known.insert(0, value))
+
+
+class Loud(Enum):
+    """Two numbers with names that compare in a way of their own, and so have no hash."""
+
+    LOW = 1.0
+    HIGH = 3.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Loud) and self.value == other.value
+
+
+def tensor(*numbers: float) -> Tensor:
+    """Return numbers, or one without a dimension."""
+    return torch.tensor(numbers if len(numbers) > 1 else numbers[0], dtype=torch.float64)
+
+
+def itself(held: Any) -> Any:
+    """Return what is held."""
+    return held
+
+
+def first(held: Any) -> Any:
+    """Return the first item, or value of a dict."""
+    return next(iter(held.values() if isinstance(held, Mapping) else held))
+
+
+def read_gain(held: Any) -> Any:
+    """Return an object's number."""
+    return held.gain
+
+
+def call(held: Any) -> Any:
+    """Call what is held."""
+    return held()
+
+
+def set_gain(held: Any) -> None:
+    """Set an object's number."""
+    held.gain = 3.0
+
+
+def closure(gain: float) -> tuple[Callable[[], float], Callable[[float], None]]:
+    """Return functions that read and set a number."""
+
+    def write(value: float) -> None:
+        nonlocal gain
+        gain = value
+
+    return lambda: gain, write
+
+
+def reader(items: list[float]) -> Any:
+    """Return a function that reads the first item of a list, and has a default argument."""
+    return lambda factor=1.0: items[0] * factor
+
+
+def other_code(held: Any) -> None:
+    """Give a function of `reader` other code, with the same names."""
+    items = [1.0]
+    held.__code__ = (lambda factor=1.0: items[0] + factor + 1).__code__
+
+
+def holding(held: Any, read: Callable[[Any], Any]) -> Any:
+    """Return a network whose forward reads a number or a function of what it holds, and applies it to its maps."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        found = read(self.kept)
+        maps = self.encode(x)
+        return self.head(found(maps) if callable(found) else maps * found)
+
+    return own(forward, kept=held)
+
+
+def changed(w: World, make: Callable[[], Any], read: Callable[[Any], Any], change: Callable[[Any], object]) -> None:
+    """Change what a network holds."""
+    acted(w, lambda: holding(make(), read), lambda w, net: change(net.kept))
+
+
+def replaced(w: World, before: Any, after: Any, read: Callable[[Any], Any]) -> None:
+    """Put something else in the place of what a network holds."""
+    acted(w, lambda: holding(before, read), put(kept=after))
+
+
+# What the network holds, the number that forward reads of it, and how it is changed.
+HELD: dict[str, Any] = {
+    "an item of a dict": (lambda: {"gain": 1.0}, first, lambda held: held.update(gain=3.0)),
+    "an item of a list": (lambda: [1.0, 2.0], first, lambda held: held.reverse()),
+    "a set": (lambda: {1.0}, sum, lambda held: held.add(2.0)),
+    "a deque": (lambda: deque([1.0, 2.0]), first, lambda held: held.rotate()),
+    "a list in a tuple": (lambda: ([1.0],), lambda held: held[0][0], lambda held: held[0].insert(0, 3.0)),
+    "a dataclass": (Options, read_gain, set_gain),
+    "a namespace of argparse": (lambda: Namespace(gain=1.0), read_gain, set_gain),
+    "an object with slots": (Slots, read_gain, set_gain),
+    "an object with a property": (Hidden, read_gain, set_gain),
+    "a callable object": (Plain, call, set_gain),
+    "the class of an object": (lambda: type("A", (), {"gain": 1.0})(), read_gain, lambda held: set_gain(type(held))),
+    "an attribute of a class": (lambda: type("A", (), {"gain": 1.0}), read_gain, set_gain),
+    "an item of an array": (lambda: np.ones(3), lambda held: float(held[0]), lambda held: held.fill(3.0)),
+    "OmegaConf": (lambda: OmegaConf.create({"a": [1.0]}), lambda held: held.a[0], lambda held: held.a.insert(0, 3.0)),
+    "the argument of a partial": (lambda: functools.partial(sum, [1.0]), call, lambda held: held.args[0].append(2.0)),
+    "a closure": (lambda: closure(1.0), lambda held: held[0](), lambda held: held[1](3.0)),
+    "a default argument": (lambda: reader([1.0]), call, lambda held: setattr(held, "__defaults__", (5.0,))),
+    "an attribute of a function": (lambda: reader([1.0]), lambda held: getattr(held, "gain", 1.0), set_gain),
+    "the code of a function": (lambda: reader([1.0]), call, other_code),
+    "the object of a method": (lambda: Plain().__call__, call, lambda held: set_gain(held.__self__)),
+    "a tensor in a list": (lambda: [tensor(1)], first, lambda held: held[0].fill_(3)),
+    "a tensor by its array": (lambda: tensor(1, 1), lambda held: held[0], lambda held: held.numpy().fill(3)),
+    "a tensor read by float": (lambda: tensor(1, 1), lambda held: float(held[0]), lambda held: held.fill_(3), NUMBERS),
+}
+# What the network holds, what is put in its place, and the number or function that forward takes of it.
+REPLACED: dict[str, Any] = {
+    "a number in its place": (1.0, 3.0, itself),
+    "a number for None": (None, 3.0, lambda held: held or 1.0),
+    "a text": ("one", "three", len),
+    "a tuple": ((1.0, 2.0), (2.0, 1.0), first),
+    "a tuple for a list": ([1.0], (1.0,), lambda held: 3.0 if isinstance(held, list) else 1.0),
+    "a slice": (slice(1), slice(3), lambda held: held.stop),
+    "NumPy's number": (np.float32(1), np.float32(3), float),
+    "a type of numbers": (torch.half, torch.float, lambda held: 1.0 if held == torch.half else 3.0),
+    "a function": (torch.relu, torch.tanh, itself),
+    "a partial": (functools.partial(F.leaky_relu, negative_slope=0.1), functools.partial(F.elu), itself),
+    "an enum that has no hash": (Loud.LOW, Loud.HIGH, lambda held: held.value),
+    "a tensor of another shape": (tensor(1), torch.full((4, 1, 1, 1), 3.0), itself),
+    "a tensor for a number": (1.0, tensor(3), itself),
+}
+
+
+def take(name: str) -> Callable[[World, Any], None]:
+    """Return an act: an attribute of the network is deleted."""
+    return lambda w, net: delattr(net, name)
+
+
+def activation(x: Tensor) -> Tensor:
+    """Return positive numbers; a use replaces this name."""
+    return F.relu(x)
+
+
+def parameter(path: str, make: Callable[[Tensor], Tensor], *names: str) -> Callable[[World, Any], None]:
+    """Return an act: other parameters, made of the old ones, stand in their places."""
+
+    def act(w: World, net: Any) -> None:
+        layer = net.get_submodule(path)
+        for name in names or ("weight",):
+            setattr(layer, name, nn.Parameter(make(getattr(layer, name).detach())))
+
+    return act
+
+
+def optional(self: Any, x: Tensor) -> Tensor:
+    """Return logits, with what was added later."""
+    maps = self.encode(x)
+    extra = getattr(self, "extra", None)
+    return self.head(maps if extra is None else extra(maps) if callable(extra) else maps * extra)
+
+
+def other_forward(self: Any, x: Tensor) -> Tensor:
+    """Return other logits."""
+    return self.head(torch.tanh(self.encode(x)))
+
+
+def other_encode(self: Any, x: Tensor) -> Tensor:
+    """Return other maps."""
+    return torch.tanh(self.first(x))
+
+
+def other_block(self: Any, x: Tensor) -> Tensor:
+    """Return another map."""
+    return torch.tanh(self.conv(x)) * 2
+
+
+def with_buffer(mask: Tensor, read: Callable[[Tensor], Any] = itself) -> Any:
+    """Return a network that multiplies by a buffer."""
+    network = scaled(lambda net: read(net.mask))
+    network.register_buffer("mask", mask)
+    return network
+
+
+def with_lists() -> Any:
+    """Return a network with layers and parameters in plain lists."""
+    return own(
+        lambda self, x: self.head(
+            functools.reduce(lambda x, layer: layer(x), self.layers, self.encode(x)) * self.gains[0]
+        ),
+        layers=[nn.Conv3d(4, 4, 1).double()],
+        gains=[nn.Parameter(torch.ones(4, 1, 1, 1).double())],
+    )
+
+
+def change_class(**members: Any) -> Callable[[World, Any], None]:
+    """Return an act: attributes of the class that the network had before it was wrapped are set."""
+
+    def act(w: World, net: Any) -> None:
+        kind = [kind for kind in type(net).__mro__ if kind.__name__ == "Kind"][-1]
+        for name, value in members.items():
+            setattr(kind, name, value)
+
+    return act
+
+
+def prune_for_a_while(w: World, net: Any) -> None:
+    """Prune a layer, which is refused while a hook applies the mask."""
+    prune.l1_unstructured(net.block.conv, "weight", 0.5)
+    w.refused(net, "hook")
+    prune.remove(net.block.conv, "weight")
+
+
+def parametrize_for_a_while(w: World, net: Any) -> None:
+    """Normalise a weight, and leave what comes of it."""
+    parametrizations.weight_norm(net.block.conv)
+    w.step(net)
+    parametrize.remove_parametrizations(net.block.conv, "weight")
+
+
+def turn_table(w: World, net: Any) -> None:
+    """Change a global list."""
+    TABLE["gain"].reverse()
+    w.later.append(TABLE["gain"].reverse)
+
+
+def load_doubled(w: World, net: Any) -> None:
+    """Load a checkpoint of twice the weights, and one of which each tensor takes the place of the old one."""
+    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()})
+    w.step(net)
+    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()}, assign=True)
+
+
+# A network, and what changes of it after a pass.
+CHANGED: dict[str, Any] = {
+    "a number that comes and goes": (
+        lambda: scaled(lambda net: getattr(net, "gain", 1.0)),
+        put(gain=3.0),
+        take("gain"),
+    ),
+    "a number of the class": (
+        lambda: of_class(forward=gained(gain=1.0).forward.__func__, gain=1.0),
+        change_class(gain=3.0),
+    ),
+    "a property": (
+        lambda: of_class(forward=gained(gain=1.0).forward.__func__, gain=vars(Hidden)["gain"], _known=[1.0]),
+        put(gain=3.0),
+    ),
+    "a global number": (lambda: scaled(lambda net: GAIN), lambda w, net: w.patch(HERE, "GAIN", 3.0)),
+    "a global table": (lambda: scaled(lambda net: TABLE["gain"][0]), turn_table),
+    "a global function": (
+        lambda: own(lambda self, x: self.head(activation(self.encode(x) - 1))),
+        lambda w, net: w.patch(HERE, "activation", torch.tanh),
+    ),
+    "a function of torch": (light, lambda w, net: w.patch(F, "relu", lambda x, inplace=False: torch.tanh(x))),
+    "a dilation": (light, put(CONV, dilation=(2, 2, 2), padding=(2, 2, 2))),
+    "a stride and a padding's mode": (light, put(CONV, stride=(2, 1, 1)), put(CONV, padding_mode="circular")),
+    "groups": (light, lambda w, net: (put(CONV, groups=2)(w, net), parameter(CONV, lambda old: old[:, :2])(w, net))),
+    "settings of a norm": (
+        made,
+        put("norm", eps=0.5),
+        put("norm", momentum=0.7),
+        put("norm", track_running_stats=False),
+    ),
+    "a norm in evaluation": (made, lambda w, net: net.norm.eval()),
+    "a norm of cumulative statistics": (made, put("norm", momentum=None), NUMBERS),
+    "a rate of dropout": (lambda: made(Layers), put("dropped", p=0.5)),
+    "layers of containers": (
+        lambda: made(Layers),
+        lambda w, net: net.first.__setitem__(1, nn.Tanh()),
+        lambda w, net: net.blocks.append(made(Block)),
+        lambda w, net: net.named.update({"b": made(Block)}),
+        lambda w, net: put("blocks.0.conv", weight=net.blocks[1].conv.weight)(w, net),
+    ),
+    "plain lists of layers and parameters": (
+        with_lists,
+        lambda w, net: net.layers.append(made(Block)),
+        lambda w, net: put(stride=(2, 1, 1))(w, net.layers[0]),
+        lambda w, net: net.gains[0].data.fill_(3),
+    ),
+    "a layer of other dilation": (
+        light,
+        lambda w, net: put("block", conv=made(lambda: nn.Conv3d(4, 4, 3, padding=2, dilation=2)))(w, net),
+    ),
+    "a layer of another class": (made, lambda w, net: put(norm=nn.InstanceNorm3d(4).double())(w, net)),
+    "a layer's forward": (
+        light,
+        lambda w, net: put("block", forward=MethodType(other_block, net.block))(w, net),
+        put("block", forward=torch.tanh),
+    ),
+    "the network's forward": (light, lambda w, net: put(forward=MethodType(other_forward, net))(w, net)),
+    "another method": (light, lambda w, net: put(encode=MethodType(other_encode, net))(w, net)),
+    "methods of the class": (
+        lambda: of_class(forward=Light.forward),
+        change_class(encode=other_encode),
+        change_class(forward=other_forward),
+    ),
+    "another class of the object": (light, put("block", __class__=type("Other", (Block,), {"forward": other_block}))),
+    "weight norm for a while": (light, parametrize_for_a_while),
+    "a layer that is pruned for a while": (light, prune_for_a_while),
+    "a layer that is frozen for a while": (
+        light,
+        lambda w, net: net.first.requires_grad_(False),
+        lambda w, net: net.first.requires_grad_(True),
+    ),
+    "a parameter of another shape": (light, parameter("head", lambda old: old[:1]), "refused: expected bias"),
+    "other parameters": (
+        light,
+        parameter(CONV, lambda old: 2 * old),
+        parameter("head", lambda old: old[:1], "weight", "bias"),
+        lambda w, net: setattr(net.first.bias, "data", torch.ones(4).double()),
+        put("head", bias=None),
+    ),
+    "a renamed layer": (
+        lambda: own(lambda self, x: self.get_submodule(self.forward_by)(self.encode(x)), forward_by="head"),
+        lambda w, net: put(other=net._modules.pop("head"), forward_by="other")(w, net),
+    ),
+    "things added to the wrapper": (
+        lambda: own(optional),
+        lambda w, net: net.register_buffer("extra", torch.full((1,), 3.0)),
+        take("extra"),
+        lambda w, net: net.register_parameter("extra", nn.Parameter(torch.full((1,), 2.0).double())),
+        take("extra"),
+        lambda w, net: put(extra=made(Block))(w, net),
+    ),
+    "a checkpoint": (made, load_doubled),
+    "a buffer": (lambda: with_buffer(tensor(1)), lambda w, net: net.mask.fill_(3), put(mask=tensor(1, 2, 3, 4, 5))),
+    "a buffer read by float": (lambda: with_buffer(tensor(1), float), NUMBERS),
+    "a parameter read by item": (
+        lambda: scaled(lambda net: net.gain.item(), gain=nn.Parameter(tensor(1))),
+        "refused: item takes a number",
+    ),
+}
+
+
+def counted(w: World, *acts: Callable[[World, Any], Any]) -> None:
+    """Train after acts on what forward does not read; a second schedule would be warned of."""
+    w.patch(module, "MANY_PROGRAMS", 2)
+    acted(w, light, *acts)
+
+
+COUNTED: dict[str, Any] = {
+    "what a loop keeps in the network": (
+        put(steps=0, losses=[]),
+        put(steps=1, last=torch.ones(2)),
+        lambda w, net: net.losses.append(1.0),
+    ),
+    "a setting that is set to what it is": put(CONV, padding=(1, 1, 1)),
+}
+SETTINGS = table(changed, HELD) | table(replaced, REPLACED) | table(acted, CHANGED) | table(counted, COUNTED)
