@@ -150,7 +150,7 @@ def test_a_schedule_that_is_not_found_yet_is_found(has_example: bool, device: st
     """Without an example, and for another precision than the example's; the line names the network."""
     shape = (1, 1, 16, 16, 16)
     example = torch.zeros(shape) if has_example else None
-    model = unet3d.recompute(Skips(), example)
+    model = unet3d.recompute(Skips(), example, "tiles")
     with pytest.raises(AssertionError) as caught:
         unet3d.memory.assert_below(model, shape, 1, amp="bf16", device=device)
     assert str(caught.value).startswith("Skips: ")

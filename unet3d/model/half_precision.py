@@ -209,7 +209,8 @@ def _convolution(
     if bias is not None:
         bias = bias.float()
     if len(parts) == 1:
-        return call(x.float(), weight, bias, *arguments).to(x.dtype)
+        # The layout of torch's own kernel for this type, as predictions expect it, and of several slabs.
+        return call(x.float(), weight, bias, *arguments).to(x.dtype, memory_format=torch.contiguous_format)
     result = x.new_empty(shape)
     for slab in parts:
         if options.is_transposed:

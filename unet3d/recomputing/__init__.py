@@ -9,7 +9,9 @@ In reading order:
     refusals        lines for networks that a schedule cannot repeat
     blocks          parts of forward without gradients or in a precision of their own
     watching        what a trace cannot carry, watched while it is made
-    trace           how it is read from torch.export
+    nodes           questions about the operations of a trace
+    exported        how the graph is read from what torch.export gives
+    trace           a network, traced
     state           what a pass has beside its maps
     rules           an operation on a few rows: the interface
     pointwise       rules of pointwise operations and of dropout

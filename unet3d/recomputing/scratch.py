@@ -33,7 +33,7 @@ from unet3d.recomputing.program import Program
 from unet3d.recomputing.run import Pass
 from unet3d.recomputing.state import State
 from unet3d.recomputing.tiles import MapPlan
-from unet3d.recomputing.trace import _attributes_stay, _silence
+from unet3d.recomputing.trace import attributes_stay, silence
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
@@ -159,7 +159,7 @@ def plain_bytes(network: nn.Module, image: Tensor, autocast: torch.dtype | None,
     tensors = tensors_of(network)
     count = _PlainBytes(has_workspaces=not on_cpu)
     try:
-        with _generators_stay(image.device), _silence(), _attributes_stay(network), torch.enable_grad():
+        with _generators_stay(image.device), silence(), attributes_stay(network), torch.enable_grad():
             _run_plain(network, tensors, image, autocast, count)
     except Exception:  # A network of others may raise anything, and no pass needs this number.
         return None
