@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -64,30 +63,6 @@ def any_schedule() -> Any:
     """Without a search: these tests hold for each schedule."""
     with drawn_schedules(seed=2, tiles=5):
         yield
-
-
-def test_state_has_the_names_of_the_network() -> None:
-    model = make()
-    network = Recomputed(model)
-    assert list(network.state_dict()) == list(model.state_dict())
-    assert [name for name, _ in network.named_parameters()] == [name for name, _ in model.named_parameters()]
-    network(image())[0].sum().backward()
-    other = make(seed=7)
-    other.load_state_dict(pickle.loads(pickle.dumps(network.state_dict())))
-    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
-
-
-def test_a_copy_is_a_network_of_its_own() -> None:
-    network = Recomputed(make())
-    network(image())
-    before = copy.deepcopy(network.state_dict())
-    other = copy.deepcopy(network)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other(image())
-    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
-    assert_same(run(copy.deepcopy(network), image()), run(copy.deepcopy(schedules_of(network).network), image()))
 
 
 @pytest.mark.parametrize("frozen", ["first", "norm", "middle", "head"])
@@ -194,22 +169,10 @@ class Shapes(Net):
     def forward(self, image: Tensor) -> Any:
         """Return logits."""
         y, x = super().forward(image)
-        structures: dict[str, Any] = {
-            "tensor": y,
-            "list": [y, x],
-            "tuple of one": (y,),
-            "dict": {"out": y, "aux": {"deep": [x]}},
-            "the same twice": (y, y),
-            "inner maps": {"out": y, "inner": x, "sum": x + y},
-            "None": {"out": y, "aux": None},
-            "number": (y, 3),
-        }
-        return structures[self.kind]
+        return y if self.kind == "tensor" else {"out": y, "inner": x, "sum": x + y}
 
 
-@pytest.mark.parametrize(
-    "kind", ["tensor", "list", "tuple of one", "dict", "the same twice", "inner maps", "None", "number"]
-)
+@pytest.mark.parametrize("kind", ["tensor", "inner maps"])
 def test_structures_of_outputs(kind: str) -> None:
     model = make(lambda: Shapes(kind))
     network = Recomputed(copy.deepcopy(model))
@@ -337,11 +300,6 @@ def test_statistics_that_ranks_exchange_are_refused(
         with pytest.raises(UserError) as error:  # on the CPU torch has none
             schedules_of(network).program(torch.zeros(1, 1, 8, 8, 8))
         assert "exchange" not in str(error.value)
-
-
-def test_an_image_without_a_batch_is_refused() -> None:
-    with pytest.raises(UserError, match="N C D H W"):
-        Recomputed(make())(image(*IMAGE[1:]))
 
 
 class Tokens(nn.Module):

@@ -3,14 +3,13 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from equality import assert_close, assert_same, drawn_schedules, run
-from test_face import Net, Shapes, image, make
+from equality import assert_close, drawn_schedules
+from test_face import Shapes, image, make
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,67 +27,11 @@ def any_schedule() -> Iterator[None]:
         yield
 
 
-def pair() -> tuple[nn.Module, nn.Module]:
-    """Return a network that recomputes and the plain one, with the same weights."""
-    return Recomputed(make()), make()
-
-
 def assert_same_gradients(network: nn.Module, plain: nn.Module) -> None:
     for (name, parameter), expected in zip(network.named_parameters(), plain.parameters(), strict=True):
         assert (parameter.grad is None) == (expected.grad is None), name
         if parameter.grad is not None and expected.grad is not None:
             assert_close(parameter.grad, expected.grad, 1e-12, name)
-
-
-def test_gradients_of_some_tensors() -> None:
-    gradients = []
-    for network in pair():
-        x = image().requires_grad_()
-        tensors = [network.get_parameter("middle.weight"), x]
-        gradients.append(torch.autograd.grad(network(x)[0].square().sum(), tensors))
-        assert all(parameter.grad is None for parameter in network.parameters())
-    for gradient, expected in zip(*gradients, strict=True):
-        assert_close(gradient, expected, 1e-12)
-
-
-def test_an_output_that_the_loss_does_not_use() -> None:
-    for place in (0, 1):
-        networks = pair()
-        for network in networks:
-            network(image())[place].square().sum().backward()
-        assert_same_gradients(*networks)
-        unused = ("other_head.weight", "head.weight")[place]
-        assert networks[0].get_parameter(unused).grad is None
-
-
-def test_accumulation_over_micro_batches_of_two_sizes() -> None:
-    networks = pair()
-    for network in networks:
-        for x in (image(seed=1), image(2, 1, 5, 12, 4, seed=2), image(seed=3)):
-            (network(x)[0].square().mean() / 3).backward()
-    assert_same_gradients(*networks)
-
-
-def test_two_passes_before_their_backward() -> None:
-    networks = pair()
-    for network in networks:
-        first = network(image(seed=1))[0]
-        second = network(image(seed=2))[0]
-        (first * second).sum().backward()
-    assert_same_gradients(*networks)
-
-
-def test_a_scaled_loss() -> None:
-    networks = pair()
-    for network in networks:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        optimizer = torch.optim.SGD(network.parameters(), 0.1)
-        scaler.scale(network(image())[0].square().mean()).backward()
-        scaler.unscale_(optimizer)
-    assert_same_gradients(*networks)
-    for network in networks:
-        torch.optim.SGD(network.parameters(), 0.1).step()
-    assert_same(run(networks[0], image()), run(networks[1], image()))
 
 
 def test_autocast_is_within_rounding() -> None:
@@ -197,19 +140,6 @@ def assert_rounded(result: Tensor, plain: Tensor, exact: Tensor, scale: float | 
     assert float((result - exact).abs().max()) <= allowed
 
 
-def test_hooks_of_parameters() -> None:
-    network = Recomputed(make())
-    seen: list[str] = []
-    for name, parameter in network.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    network.get_parameter("first.weight").register_hook(lambda gradient: 2 * gradient)
-    sum(output.square().sum() for output in network(image())).backward()
-    assert sorted(seen) == sorted(name for name, _ in network.named_parameters())
-    plain = make()
-    sum(output.square().sum() for output in plain(image())).backward()
-    assert_close(network.get_parameter("first.weight").grad / 2, plain.get_parameter("first.weight").grad, 1e-12)
-
-
 def test_a_second_backward_raises() -> None:
     network = Recomputed(make())
     loss = network(image())[0].sum()
@@ -229,19 +159,6 @@ def test_what_changed_between_forward_and_backward_raises(name: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("kind", ["tuple", "inner maps"])
-def test_outputs_and_image_stay_as_they_are(kind: str) -> None:
-    network = Recomputed(make(Net if kind == "tuple" else lambda: Shapes(kind)))
-    x = image()
-    before = x.clone()
-    outputs = torch.utils._pytree.tree_leaves(network(x))
-    copies = [output.detach().clone() for output in outputs]
-    sum(output.square().sum() for output in outputs).backward()
-    assert torch.equal(x, before)
-    for output, kept in zip(outputs, copies, strict=True):
-        assert torch.equal(output.detach(), kept)
-
-
 def test_logits_under_a_loss_that_may_write_over_them() -> None:
     network = Recomputed(make())
     label = torch.zeros(1, *image().shape[2:], dtype=torch.long)
@@ -255,24 +172,6 @@ def test_logits_under_a_loss_that_may_write_over_them() -> None:
     network.zero_grad()
     dice_ce(network(image())[0], label, LossOptions()).backward()
     assert_close(network.get_parameter("first.weight").grad, plain.get_parameter("first.weight").grad, 1e-10)
-
-
-def test_a_changed_output_raises_or_leaves_gradients_right() -> None:
-    """Of a map that backward reads, too."""
-    gradients: list[Any] = []
-    for kind in (lambda model: model, Recomputed):
-        network = kind(make(lambda: Shapes("inner maps")))
-        outputs = network(image())
-        try:
-            outputs["inner"].mul_(3)
-            sum(output.square().sum() for output in outputs.values()).backward()
-        except RuntimeError:
-            gradients.append(None)
-        else:
-            gradients.append(network.get_parameter("first.weight").grad)
-    if gradients[1] is not None and gradients[0] is not None:
-        assert_close(gradients[1], gradients[0], 1e-12)
-    assert gradients[0] is not None or gradients[1] is None
 
 
 def test_distributed_data_parallel() -> None:

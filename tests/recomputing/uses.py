@@ -1,6 +1,5 @@
 """Uses of a network in loops of people's own: what they leave, on the plain network and on the one that recomputes."""
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -9,10 +8,10 @@ import random
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from enum import Enum
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import unet3d
 from unet3d.base.errors import UserError
@@ -132,6 +132,11 @@ class Use(NamedTuple):
     words: str
 
 
+def row(*parts: Any) -> tuple[Any, ...]:
+    """Return a row of a table."""
+    return parts
+
+
 def table(run: Callable[..., object], rows: Mapping[str, Any]) -> dict[str, Use]:
     """Return uses by their names; a row is what `run` takes, and perhaps a text such as "refused: a pattern"."""
     uses = {}
@@ -232,17 +237,9 @@ def snapshot(value: Any, around: tuple[int, ...] = ()) -> Any:
     if isinstance(value, np.random.Generator):
         return name, str(value.bit_generator.state)
     if isinstance(value, nn.Module):
-        return (
-            "a module",
-            snapshot(dict(value.named_parameters()), around),
-            snapshot(dict(value.named_buffers()), around),
-        )
+        return "a module", snapshot([dict(value.named_parameters()), dict(value.named_buffers())], around)
     if isinstance(value, FunctionType | MethodType | type):
-        return "a function" if not isinstance(value, type) else "a class"
-    if isinstance(value, BaseException):
-        return name
-    if dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace | argparse.Namespace):
-        return name, snapshot(vars(value), around)
+        return "a class" if isinstance(value, type) else "a function"
     return name, snapshot(vars(value), around) if hasattr(value, "__dict__") else repr(value).partition(" at 0x")[0]
 
 
@@ -319,14 +316,8 @@ def image(*shape: int, seed: int = 1) -> Tensor:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of outputs of any structure, each once."""
-    if isinstance(tree, Tensor | str):
-        return [] if isinstance(tree, str) else [tree]
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    elif dataclasses.is_dataclass(tree) or isinstance(tree, SimpleNamespace):
-        tree = list(vars(tree).values())
-    found = [tensor for item in tree for tensor in tensors_in(item)] if isinstance(tree, Sequence | deque) else []
-    return list({id(tensor): tensor for tensor in found}.values())
+    leaves = tree_leaves(vars(tree) if dataclasses.is_dataclass(tree) else tree)
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
 def total(outputs: Any) -> Tensor:
@@ -391,26 +382,6 @@ class Two(Net):
         return self.head(self.block(maps)), maps
 
 
-class Layers(nn.Module):
-    """A network of containers of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU())
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.named = nn.ModuleDict({"a": Block()})
-        self.dropped = nn.Dropout3d(0.0)
-        self.up = nn.Upsample(scale_factor=2.0, mode="nearest")
-        self.head = nn.Conv3d(4, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
-        x = self.first(x)
-        for block in (*self.blocks, *self.named.values()):
-            x = block(x)
-        return self.head(self.up(self.dropped(x)))
-
-
 def made(kind: Callable[[], nn.Module] = Net) -> Any:
     """Return a network in float64; those of one kind have the same weights."""
     torch.manual_seed(0)
@@ -437,7 +408,7 @@ def own(forward: Callable[[Any, Tensor], Any], kind: type[nn.Module] = Light, /,
 
 def scaled(number: Callable[[Any], Any], /, **attributes: Any) -> Any:
     """Return a network that multiplies its first maps by a number, which it reads from its attributes."""
-    return own(lambda self, x: self.head(self.encode(x) * number(self)), **attributes)
+    return own(lambda self, x: self.head(self.first(x) * number(self)), **attributes)
 
 
 def gained(**attributes: Any) -> Any:
@@ -448,6 +419,11 @@ def gained(**attributes: Any) -> Any:
 def unbiased() -> Any:
     """Return a network whose gradients are all far from zero."""
     return made(lambda: nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 1)))
+
+
+def with_dropout() -> Any:
+    """Return a network with dropout of no number."""
+    return made(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.Dropout3d(0.0), nn.Conv3d(4, 2, 1)))
 
 
 # What is done with a network

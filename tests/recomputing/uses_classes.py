@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,22 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
-from uses import (
-    Block,
-    Light,
-    Two,
-    World,
-    acted,
-    gained,
-    image,
-    light,
-    made,
-    of_class,
-    own,
-    put,
-    table,
-    total,
-)
+from uses import Light, Two, World, acted, gained, image, light, made, of_class, own, put, row, table, total
 
 # 1. Hooks
 
@@ -49,15 +33,12 @@ def doubling(owner: Any, given: Any, out: Any = None) -> Any:
 
 OF_LAYERS: dict[str, Register] = {
     "a forward hook": lambda w, net: net.block.register_forward_hook(noting(w)),
-    "a forward hook with arguments": lambda w, net: net.block.register_forward_hook(noting(w), with_kwargs=True),
     "a forward hook that changes": lambda w, net: net.block.register_forward_hook(doubling),
     "a forward pre-hook": lambda w, net: net.block.register_forward_pre_hook(noting(w)),
-    "a forward pre-hook that changes": lambda w, net: net.block.register_forward_pre_hook(doubling),
     "a backward hook": lambda w, net: net.block.register_full_backward_hook(noting(w)),
     "a backward pre-hook": lambda w, net: net.block.register_full_backward_pre_hook(noting(w)),
     "a hook of all modules": lambda w, net: everywhere.register_module_forward_hook(counting(w)),
     "a pre-hook of all modules": lambda w, net: everywhere.register_module_forward_pre_hook(counting(w)),
-    "a backward hook of all modules": lambda w, net: everywhere.register_module_full_backward_hook(counting(w)),
 }
 OF_NETWORK: dict[str, Register] = {
     "a forward hook of the network": lambda w, net: net.register_forward_hook(doubling),
@@ -84,9 +65,7 @@ def hooked(w: World, register: Register, runs: bool) -> None:
 def hooked_before(w: World, register: Register) -> None:
     """Add a hook before the network is wrapped."""
     model = light()
-    w.models.append(model)
     w.later.append(register(w, model).remove)
-    w.models.pop()
     acted(w, lambda: model)
 
 
@@ -125,41 +104,23 @@ def hooks_of_state(w: World, net: Any) -> tuple[Any, ...]:
     return net.state_dict(), str(net.load_state_dict(net.state_dict()))
 
 
-def hook_of_registration(w: World, net: Any) -> None:
-    """Add a hook for each new parameter."""
-    hook = everywhere.register_module_parameter_registration_hook(lambda module, name, parameter: w.note(hook=name))
-    w.later.append(hook.remove)
-    net.head.bias = nn.Parameter(torch.ones(2, dtype=torch.float64))
-
-
+BEFORE = ("a forward hook", "a forward pre-hook", "a backward hook", "a hook of all modules")
+OF_TENSORS: dict[str, Any] = {
+    "optimizers in hooks of parameters": (light, optimizers_in_hooks),
+    "hooks of parameters and the image": (light, hooks_of_tensors),
+    "hooks of the state": (light, hooks_of_state),
+}
+OF_OUTPUTS: dict[str, Any] = {
+    "a hook of logits beside maps": (Two, 0),
+    "a hook of an inner output": (Two, 1, "refused: hook of an output"),
+}
 HOOKS = (
     table(hooked, {name: (register, False) for name, register in OF_LAYERS.items()})
     | table(hooked, {name: (register, True) for name, register in OF_NETWORK.items()})
-    | table(
-        hooked_before,
-        {
-            f"{name}, before": (OF_LAYERS[name], "refused: hooks would not run")
-            for name in ("a forward hook", "a forward pre-hook", "a backward hook", "a hook of all modules")
-        }
-        | {f"{name}, before": register for name, register in OF_NETWORK.items() if "of the network" in name},
-    )
-    | table(
-        acted,
-        {
-            "optimizers in hooks of parameters": (light, optimizers_in_hooks),
-            "hooks of parameters and the image": (light, hooks_of_tensors),
-            "hooks of the state": (light, hooks_of_state),
-            "a hook of registration": (light, hook_of_registration),
-        },
-    )
-    | table(
-        hooked_output,
-        {
-            "a hook of logits": (Light, 0),
-            "a hook of logits beside maps": (Two, 0),
-            "a hook of an inner output": (Two, 1, "refused: hook of an output"),
-        },
-    )
+    | table(hooked_before, {f"{name}, before": (OF_LAYERS[name], "refused: hooks would not run") for name in BEFORE})
+    | table(hooked_before, {"a hook of the network, before": OF_NETWORK["a forward hook of the network"]})
+    | table(acted, OF_TENSORS)
+    | table(hooked_output, OF_OUTPUTS)
 )
 
 # 2. The class of the network
@@ -195,36 +156,6 @@ class Versioned(Light):
         """Take the state, without its version."""
         return super().load_state_dict({key: state[key] for key in state if key != "version"}, *args, **options)
 
-    def get_extra_state(self) -> Any:
-        """Return more."""
-        return {"epoch": 3}
-
-    def set_extra_state(self, state: Any) -> None:
-        """Take more."""
-        self.epoch = state["epoch"]
-
-
-class Delegating(nn.Module):
-    """A network that gives attributes of another as its own, and counts what is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Light()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self).setdefault("names", []).append(name)
-        super().__setattr__(name, value)
-
-    def forward(self, x: Tensor) -> Any:
-        """Return logits."""
-        return self.inner(x)
-
 
 class Tools(Light):
     """A network with methods of all kinds."""
@@ -243,57 +174,11 @@ class Tools(Light):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((self.first, self.block, self.head))
 
-    def __contains__(self, layer: object) -> bool:
-        return layer is self.first
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tools)
 
     def __hash__(self) -> int:
         return 5
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.left = True
-
-    def extra_repr(self) -> str:
-        """Return a text."""
-        return "tools"
-
-
-class Small(Light):
-    """A network whose slots are its own."""
-
-    __slots__ = ("gain",)
-
-    def forward(self, x: Tensor) -> Any:
-        """Return logits."""
-        return self.head(self.encode(x) * getattr(self, "gain", 1.0))
-
-
-class Registry(type):
-    """A class of classes that takes note of each class."""
-
-    known: list[str] = []  # noqa: RUF012
-
-    def __init__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
-        super().__init__(name, bases, members)
-        cls.known.append(name)
-
-
-class Around(nn.Module):
-    """A network around another."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.stem = made(lambda: nn.Conv3d(1, 1, 3, padding=1))
-        self.body = body
-
-    def forward(self, x: Tensor) -> Any:
-        """Return what the other returns."""
-        return self.body(self.stem(x))
 
 
 class Picklable(Light):
@@ -308,11 +193,8 @@ class Picklable(Light):
 
 def used_tools(w: World, net: Any) -> tuple[Any, ...]:
     """Return what methods of a class return."""
-    with net as entered:
-        assert entered is net
     layers = [type(layer).__name__ for layer in net]
-    numbers = (len(net), net.first in net, hash(net), net.scale, net.square(3.0), net.count, net.left)
-    return layers, net[0], net.tiny(), net == made(Tools), *numbers
+    return layers, net[0], net.tiny(), net == made(Tools), len(net), hash(net), net.scale, net.square(3.0), net.count
 
 
 def identified(w: World, net: Any) -> tuple[Any, ...]:
@@ -321,13 +203,7 @@ def identified(w: World, net: Any) -> tuple[Any, ...]:
     names = [
         [name for name, _ in found] for found in (net.named_modules(), net.named_children(), net.named_parameters())
     ]
-    text = (
-        repr(net).partition("(")[2],
-        "encode" in dir(net),
-        hasattr(net, "missing"),
-        type(net).__name__,
-        type(net).__doc__,
-    )
+    text = repr(net).partition("(")[2], "encode" in dir(net), type(net).__name__, type(net).__doc__
     return kinds, text, names, [type(layer).__name__ for layer in net.modules()][1:], list(net.state_dict(prefix="a."))
 
 
@@ -374,187 +250,93 @@ def changed_copy(make: Callable[[Any], Any]) -> Callable[[World, Any], tuple[Any
     return act
 
 
-def through_file(net: Any) -> Any:
-    """Return a network that was saved as a whole."""
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def wrapped_by_two(w: World, model: Any) -> None:
+    """Wrap one model by two networks, and train all three, also after a change by one."""
+    nets = [w.wrap(model), w.wrap(model), model]
+    for gain in (1.0, 3.0):
+        nets[0].gain = gain
+        for net in nets:
+            w.step(net)
 
 
-def own_steps(w: World, net: Any) -> None:
-    """Train by methods of the network's own that call it."""
-    net.training_step(image()).backward()
-    total(net.again(image())).backward()
-    w.note_state(net)
-
-
-def knows_the_network() -> Any:
-    """Return a network with a layer that reads a number of the whole."""
-    model = light()
-    model.block = made(type("Knowing", (Block,), {"forward": lambda self, x: self.conv(x) * self.root[0].gain}))
-    model.gain = 1.0
-    model.block.root = [model]
-    return model
-
-
-def know_the_wrapper(w: World, net: Any) -> None:
-    """Let a layer know the network as it is used."""
-    net.block.root = [net]
-    net.gain = 3.0
-
-
-def exported(w: World, net: Any) -> tuple[Any, ...]:
-    """Return what the exported network returns."""
-    found = torch.export.export(net.eval(), (image(),), strict=False).module()(image())
-    net.train()
-    return (found,)
-
-
-def wrapped_child(w: World, make: Callable[[], Any]) -> None:
+def wrapped_child(w: World, model: Any) -> None:
     """Train a network with a child that recomputes, also after changes of the child."""
-    net = Around(w.wrap(make()))
+    net = nn.Sequential(made(lambda: nn.Conv3d(1, 1, 3, padding=1)), w.wrap(model))
     w.step(net)
     net.eval()
     w.forward(net)
     net.train()
-    net.body.gain = 3.0
+    net[1].gain = 3.0
     net.requires_grad_(False)
-    net.body.head.requires_grad_(True)
+    net[1].head.requires_grad_(True)
     w.step(net)
     w.note(state=net.state_dict(), names=[name for name, _ in net.named_modules()])
 
 
-def wrapped_within(w: World) -> None:
-    """Wrap a network with a child that is wrapped."""
-    acted(w, lambda: Around(w.wrap(light())))
-
-
-def child_in_place(w: World) -> None:
-    """Put a wrapped child in its own place."""
-    net = light()
-    net.block = w.wrap(net.block)
-    w.step(net)
-    w.step(net)
-
-
-def by_two(w: World) -> None:
-    """Wrap one model by two networks, and train all three."""
-    model = gained(gain=1.0)
-    for net in (*(nets := [w.wrap(model), w.wrap(model)]), model):
-        w.step(net)
-    nets[0].gain = 3.0
-    for net in (*nets, model):
-        w.step(net)
-
-
-def step_by(change: Callable[[Any], object]) -> Callable[[World, Any], object]:
-    """Return an act that is a change of the network alone."""
-    return lambda w, net: change(net)
-
-
 TAKEN = ("_schedules", "network", "plan", "budget", "held", "programs", "prepared", "is_silent", "_network", "program")
-CLASSES = table(
-    acted,
-    {
-        "a frozen normalisation": (
-            lambda: made(FrozenNorm),
-            lambda w, net: (net.train() is net, net.norm.training),
-            lambda w, net: (net.eval() is net, w.forward(net), net.train() is net),
-            step_by(lambda net: net.norm.train()),
-            step_by(lambda net: net.train()),
+METHODS: dict[str, Any] = {
+    "a frozen normalisation": row(
+        lambda: made(FrozenNorm),
+        lambda w, net: (net.train() is net, net.norm.training),
+        lambda w, net: (net.eval() is net, w.forward(net), net.train() is net),
+        lambda w, net: net.norm.train(),
+        lambda w, net: net.train(),
+    ),
+    "training set by name": (light, put(training=False), put(training=True)),
+    "a state of its own": row(
+        lambda: made(Versioned),
+        lambda w, net: (net.state_dict(), str(net.load_state_dict(net.state_dict()))),
+    ),
+    "parameters of its own": row(
+        lambda: of_class(parameters=lambda self, recurse=True: self.head.parameters(recurse)),
+        lambda w, net: torch.optim.SGD(net.parameters(), 0.1).step(),
+    ),
+    "a call of its own": lambda: of_class(__call__=lambda self, x: 2 * Light.__call__(self, x)),
+    "tools of a class": (lambda: made(Tools), used_tools),
+    "what it is": (lambda: made(Tools), identified),
+    "a training step of its own": row(
+        lambda: of_class(training_step=lambda self, x: total(self(x))),
+        lambda w, net: (net.training_step(image()).backward(), total(net.forward(image())).backward()),
+    ),
+    "a forward around the forward": (light, around("forward"), lambda w, net: delattr(net, "forward")),
+    "an export": (
+        light,
+        lambda w, net: (torch.export.export(net, (image(),), strict=False).module()(image()),),
+    ),
+    "a missing attribute": (light, lambda w, net: net.missing, "raises: missing"),
+    "a sequence of layers": row(
+        lambda: made(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.Conv3d(4, 2, 1))),
+        lambda w, net: (len(net), [type(layer).__name__ for layer in net], net[:2](image())),
+        lambda w, net: net.__setitem__(1, nn.Tanh()),
+        lambda w, net: net.append(nn.Tanh()),
+        lambda w, net: net.__delitem__(1),
+    ),
+    "parts of the network": row(
+        light, lambda w, net: (net.block(net.encode(image())).sum().backward(), net.forward(image()))
+    ),
+    "slots of the class": (lambda: of_class(__slots__=("gain",)), "refused: Kind.*__slots__"),
+    "names that are taken": row(
+        lambda: own(lambda self, x: self.head(self.encode(x)) * self.held * self.budget, **dict.fromkeys(TAKEN, 2.0)),
+        lambda w, net: tuple(getattr(net, name) for name in TAKEN),
+        put(held=3.0, budget=5.0, program=lambda: 1, _schedules=None),
+    ),
+    "a deep copy": (lambda: gained(gain=1.0), changed_copy(copy.deepcopy)),
+    "a shallow copy": (lambda: gained(gain=1.0), changed_copy(copy.copy)),
+    "a pickle": (lambda: made(Picklable), changed_copy(lambda net: pickle.loads(pickle.dumps(net)))),
+    "states between networks": (with_buffers, states_between),
+    "a state that does not fit": row(
+        light, lambda w, net: net.load_state_dict({"a": torch.ones(2)}), "raises: state_dict"
+    ),
+    "functions applied to all modules": row(
+        light,
+        lambda w, net: (
+            net.apply(lambda layer: nn.init.ones_(layer.weight) if isinstance(layer, nn.Conv3d) else None) is net
         ),
-        "training set by name": (light, put(training=False), put(training=True)),
-        "a state of its own": (
-            lambda: made(Versioned),
-            lambda w, net: (net.state_dict(), net.load_state_dict(net.state_dict()) and None, net.epoch),
-        ),
-        "parameters of its own": (
-            lambda: of_class(parameters=lambda self, recurse=True: self.head.parameters(recurse)),
-            lambda w, net: torch.optim.SGD(net.parameters(), 0.1).step(),
-        ),
-        "attributes of an inner network": (
-            lambda: made(Delegating),
-            lambda w, net: (net.head.out_channels, net.encode(image()), net.names),
-            lambda w, net: (setattr(net, "gain", 3.0), net.names),
-        ),
-        "a call of its own": lambda: of_class(__call__=lambda self, x: 2 * Light.__call__(self, x)),
-        "moves of its own": (
-            lambda: of_class(
-                _apply=lambda self, *args: setattr(self, "applied", True) or nn.Module._apply(self, *args)
-            ),
-            lambda w, net: (net.to("cpu") is net, net.applied),
-        ),
-        "tools of a class": (lambda: made(Tools), used_tools),
-        "what it is": (lambda: made(Tools), identified),
-        "a training step of its own": (
-            lambda: of_class(training_step=lambda self, x: total(self(x)), again=lambda self, x: self.forward(x)),
-            own_steps,
-        ),
-        "a forward around the forward": (light, around("forward"), step_by(lambda net: delattr(net, "forward"))),
-        "a forward around a layer": (
-            light,
-            around("forward", "block"),
-            step_by(lambda net: delattr(net.block, "forward")),
-        ),
-        "a method around a method": (light, around("encode")),
-        "a layer that knows the network": (knows_the_network, know_the_wrapper),
-        "an export": (light, exported),
-        "a missing attribute": (light, lambda w, net: net.missing, "raises: missing"),
-        "a sequence of layers": (
-            lambda: made(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.Conv3d(4, 2, 1))),
-            lambda w, net: (len(net), [type(layer).__name__ for layer in net], net[:2](image())),
-            lambda w, net: net.__setitem__(1, nn.Tanh()),
-            lambda w, net: net.append(nn.Tanh()),
-            lambda w, net: net.__delitem__(1),
-        ),
-        "parts of the network": (
-            light,
-            lambda w, net: (net.block(net.encode(image())).sum().backward(), net.forward(image())),
-        ),
-        "slots of the class": (lambda: made(Small), "refused: Small.*__slots__"),
-        "names that are taken": (
-            lambda: own(
-                lambda self, x: self.head(self.encode(x)) * self.held * self.budget, **dict.fromkeys(TAKEN, 2.0)
-            ),
-            lambda w, net: tuple(getattr(net, name) for name in TAKEN),
-            put(held=3.0, budget=5.0, program=lambda: 1, _schedules=None),
-        ),
-        "a deep copy": (lambda: gained(gain=1.0), changed_copy(copy.deepcopy)),
-        "a shallow copy": (lambda: gained(gain=1.0), changed_copy(copy.copy)),
-        "a deep copy of its own": (
-            lambda: of_class(Tools, __deepcopy__=lambda self, memo: made(Tools), gain=1.0),
-            changed_copy(copy.deepcopy),
-        ),
-        "a pickle": (lambda: made(Picklable), changed_copy(lambda net: pickle.loads(pickle.dumps(net)))),
-        "a file of the whole network": (lambda: made(Picklable), changed_copy(through_file)),
-        "states between networks": (with_buffers, states_between),
-        "a state that does not fit": (
-            light,
-            lambda w, net: net.load_state_dict({"a": torch.ones(2)}),
-            "raises: state_dict",
-        ),
-        "functions applied to all modules": (
-            light,
-            lambda w, net: (
-                net.apply(lambda layer: nn.init.ones_(layer.weight) if isinstance(layer, nn.Conv3d) else None) is net
-            ),
-        ),
-        "gradients set to zero": (light, lambda w, net: (net.zero_grad(set_to_none=False), net.head.weight.grad)),
-        "a sum of classes": (
-            lambda: of_class(Tools, FrozenNorm),
-            lambda w, net: (net.train() is net, net.norm.training),
-        ),
-        "an annotation of a class": lambda: of_class(__init_subclass__=classmethod(lambda cls, **_: None)),
-        "a class of classes": lambda: made(Registry("Registered", (Light,), {})),
-    },
-) | table(
-    lambda w, run, *args: run(w, *args),
-    {
-        "wrapped twice": (lambda w: w.wrap(w.wrap(light())), "refused: recomputes already"),
-        "a wrapped child": (wrapped_child, lambda: gained(gain=1.0)),
-        "a wrapped child of a wrapped network": wrapped_within,
-        "a child that is wrapped in place": child_in_place,
-        "one model wrapped by two, and itself": by_two,
-    },
-)
+    ),
+}
+WRAPPED: dict[str, Any] = {
+    "wrapped twice": (lambda w: w.wrap(w.wrap(light())), "refused: recomputes already"),
+    "a wrapped child": lambda w: wrapped_child(w, gained(gain=1.0)),
+    "one model wrapped by two, and itself": lambda w: wrapped_by_two(w, gained(gain=1.0)),
+}
+CLASSES = table(acted, METHODS) | table(lambda w, run: run(w), WRAPPED)

@@ -4,10 +4,9 @@ import copy
 import functools
 import itertools
 import threading
-from collections import defaultdict, deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from uses import (
+    EQUAL,
     IMAGE,
     Block,
-    Layers,
     Light,
     Net,
     Two,
@@ -33,9 +32,11 @@ from uses import (
     made,
     own,
     put,
+    row,
     table,
     total,
     unbiased,
+    with_dropout,
 )
 
 from unet3d.recomputing import module
@@ -56,7 +57,7 @@ class Sums(Net):
 
 
 def lossed(w: World, kind: Callable[[], nn.Module], *acts: Act) -> None:
-    """Run two passes, each with acts on the network, the image and the outputs, and take note of all that they leave."""
+    """Run two passes, each with acts on the network, the image and the outputs, and note what they leave."""
     net = w.shared(kind)
     for _ in range(2):
         x = image().requires_grad_()
@@ -99,18 +100,6 @@ def penalised(net: Any, x: Tensor, out: Tensor) -> None:
     (out.mean() + (gradient.flatten(1).norm(dim=1) - 1).square().mean()).backward()
 
 
-def changed_after_loss(change: Callable[[Any], Any]) -> Act:
-    """Return an act: outputs are changed between the loss and its backward pass."""
-
-    def act(net: Any, x: Tensor, out: Any) -> None:
-        loss = total(out)
-        with torch.no_grad():
-            change(out)
-        loss.backward()
-
-    return act
-
-
 def of_loss(loss: Callable[[Any], Tensor]) -> Act:
     """Return an act: go back from a loss of the outputs."""
     return lambda net, x, out: loss(out).backward()
@@ -118,10 +107,6 @@ def of_loss(loss: Callable[[Any], Tensor]) -> Act:
 
 IN_PLACE: dict[str, Callable[[Tensor], object]] = {
     "clamp": lambda output: output.clamp_(min=0.1),
-    "mul": lambda output: output.mul_(3),
-    "relu": lambda output: F.relu(output, inplace=True),
-    "sigmoid": lambda output: output.sigmoid_(),
-    "an item": lambda output: output.__setitem__((slice(None), 0), 2.0),
     "a view": lambda output: output.flatten(2)[:, :1].mul_(2),
     "the detached output": lambda output: output.detach().mul_(2),
 }
@@ -132,75 +117,48 @@ def written(w: World, kind: Callable[[], nn.Module], place: int, act: Callable[[
     lossed(w, kind, lambda net, x, out: act(out[place]) is None, lambda net, x, out: [*out], back)
 
 
-SECOND, TWICE, MODIFIED = "refused: second derivatives", "refused: second backward", "raises: modified"
+# Which network returns what at which place, and what is said if a loss writes over it.
+PLACES = {
+    "logits": (Two, 0, EQUAL),
+    "maps": (Two, 1, "raises: changed in place"),
+    "a sum": (Sums, 1, "refused: output 1 was changed"),
+}
+WRITTEN = {
+    f"{name} in place of {what}": (kind, place, act, text)
+    for name, act in IN_PLACE.items()
+    for what, (kind, place, text) in PLACES.items()
+}
+SECOND, TWICE, MODIFIED = "refused: second derivatives", "refused: second backward", "raises: modified|changed in place"
 LOSSES: dict[str, Any] = {
-    "logits changed without autograd": (Two, changed_after_loss(lambda out: out[0].data.zero_())),
-    "maps changed after the loss": (Two, changed_after_loss(lambda out: out[1].mul_(2)), MODIFIED),
     "outputs changed after backward": (Two, back, lambda net, x, out: [output.data.mul_(2) for output in out]),
     "a gradient penalty": (Light, penalised, SECOND),
-    "a second derivative by backward": (
-        Light,
-        lambda net, x, out: out.square().sum().backward(create_graph=True),
-        SECOND,
-    ),
     "a graph of gradients that nobody uses": (Light, gradients(total, "head.bias", create_graph=True), SECOND),
-    "a second derivative of the loss alone": (
-        Light,
-        lambda net, x, out: torch.autograd.grad(out.pow(3).sum(), out, create_graph=True)[0].square().sum().backward(),
-    ),
     "gradients of some tensors": (Light, gradients(total, "first.weight", "x", "head.bias")),
-    "gradients of a tensor that is not used": (
-        Two,
-        gradients(lambda out: out[1].sum(), "head.weight", "first.weight", allow_unused=True),
+    "a gradient that is given": row(
+        Two, lambda net, x, out: torch.autograd.backward(out, [torch.ones_like(o) for o in out])
     ),
-    "a gradient that is given": (
-        Two,
-        lambda net, x, out: torch.autograd.backward(out, [torch.ones_like(o) for o in out]),
-    ),
-    "a gradient of logits by maps": (
+    "a gradient of logits by maps": row(
         Two,
         lambda net, x, out: torch.autograd.grad(out[0].sum(), out[1]),
         "refused: not have been used|activation|output",
     ),
-    "a gradient that an inner output keeps": (
-        Two,
-        lambda net, x, out: (out[1].retain_grad(), back(net, x, out)),
-        "refused: retain_grad|hook|output",
+    "a gradient that an inner output keeps": row(
+        Two, lambda net, x, out: (out[1].retain_grad(), back(net, x, out)), "refused: retain_grad|hook|output"
     ),
     "a gradient that logits keep": (Light, lambda net, x, out: (out.retain_grad(), back(net, x, out), out.grad)),
-    "a graph that is retained": (
-        Light,
-        lambda net, x, out: [total(out).backward(retain_graph=True) for _ in "ab"],
-        TWICE,
+    "a graph that is retained": row(
+        Light, lambda net, x, out: [total(out).backward(retain_graph=True) for _ in "ab"], TWICE
     ),
     "a graph that is retained once": (Light, lambda net, x, out: total(out).backward(retain_graph=True)),
-    "gradients of two losses": (
-        Two,
-        *(gradients(lambda out, i=i: out[i].mean(), "first.weight", retain_graph=True) for i in (0, 1)),
-        TWICE,
+    "a second backward": row(
+        Light, lambda net, x, out: [loss.backward() for loss in [total(out)] * 2], "raises: second time"
     ),
-    "a second backward": (
-        Light,
-        lambda net, x, out: [loss.backward() for loss in [total(out)] * 2],
-        "raises: second time",
-    ),
-    "logits as a flat view": (Two, of_loss(lambda out: out[0].view(-1).square().sum() + out[1].view(1, 4, -1).mean())),
     "a loss of logits alone": (Two, of_loss(lambda out: out[0].square().mean())),
     "a loss of maps alone": (Two, of_loss(lambda out: out[1].square().mean())),
-    "a loss of a part of an output": (Two, of_loss(lambda out: out[0][:, 0, 2].square().sum())),
-    "a loss with the weights": (
-        Light,
-        lambda net, x, out: (total(out) + sum(p.square().sum() for p in net.parameters())).backward(),
-    ),
-    "a loss of detached outputs": (Two, of_loss(lambda out: (out[0] * out[1].detach().mean()).sum())),
     "a loss that is not a number": (Light, of_loss(lambda out: (out * float("nan")).sum())),
-    "infinite gradients": (Light, of_loss(lambda out: out.flatten()[0] * float("inf") + out.sum())),
-    "a pass whose loss is never used": (Light,),
     "the image changed before backward": (Light, doubled("image"), back, MODIFIED),
-    "a first weight changed before backward": (Light, doubled("first.weight"), back, MODIFIED),
     "a weight changed before backward": (Light, doubled("block.conv.weight"), back, MODIFIED),
     "a bias changed before backward": (Light, doubled("head.bias"), back, "refused: modified"),
-    "a norm changed before backward": (Net, doubled("norm.weight"), back, MODIFIED),
 }
 
 # 2. Images and other arguments
@@ -222,79 +180,51 @@ IMAGES: dict[str, Any] = {
     "an image without gradients": image,
     "a batch of another size": lambda: image(2, 1, 5, 8, 6),
     "a slice of an image": lambda: image(1, 1, 18, 12, 5)[:, :, ::2, 3:9],
-    "an expanded image": lambda: image(1, 1, 1, 1, 5).expand(*IMAGE),
-    "an image channels last": lambda: image(2, 1, 9, 6, 5).to(memory_format=torch.channels_last_3d),
-    "an image that is computed": lambda: image().requires_grad_() * 2,
-    "a parameter as an image": lambda: nn.Parameter(image()),
     "an image of a class of its own": lambda: image().as_subclass(Image),
     "an image with nothing in it": lambda: image(0, 1, 9, 6, 5),
     "an image of another type": (lambda: image().float(), "refused: float|type|dtype"),
-    "an image of other channels": (lambda: image(1, 2, 9, 6, 5), "refused: channels"),
     "an image without a batch": (lambda: image(1, 9, 6, 5), "refused: N C D H W"),
 }
 
 
-def with_flag(self: Any, x: Any, is_deep: bool = False, scale: Any = 1.0) -> Any:
-    """Return logits, perhaps with maps."""
-    maps = self.encode(x) * scale
+def with_flag(self: Any, x: Any, is_deep: bool = False) -> Any:
+    """Return logits, perhaps with maps; an image may lie in a list or a dict."""
+    maps = self.encode(x["a"] if isinstance(x, dict) else x[0] if isinstance(x, list) else x)
     return (self.head(maps), maps) if is_deep else self.head(maps)
 
 
-def given(w: World, forward: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Train twice by some arguments."""
-    net = w.wrap(own(forward))
+def called(w: World, call: Callable[[Any], Any]) -> None:
+    """Train twice by a call of the network."""
+    net = w.wrap(own(with_flag))
     for _ in range(2):
-        total(w.forward(net, *args, **options)).backward()
+        w.note(outputs=(outputs := call(net)))
+        total(outputs).backward()
         w.note_state(net)
 
 
 ONE = "refused: one image"
 ARGUMENTS: dict[str, Any] = {
-    "a default argument of forward": lambda w: given(w, with_flag, image()),
-    "an image by name": lambda w: given(w, with_flag, x=image()),
-    "a flag": (lambda w: given(w, with_flag, image(), True), ONE),
-    "a flag by name": (lambda w: given(w, with_flag, image(), is_deep=True), ONE),
-    "a tensor as another argument": (lambda w: given(w, with_flag, image(), scale=torch.ones(1)), ONE),
-    "an argument with a wrong name": (lambda w: given(w, with_flag, image(), depth=3), "raises: depth"),
-    "a list as an image": (
-        lambda w: given(w, lambda self, x: self.head(self.encode(x[0])), [image()]),
-        "refused: list",
-    ),
-    "a dict as an image": (
-        lambda w: given(w, lambda self, x: self.head(self.encode(x["a"])), {"a": image()}),
-        "refused: dict",
-    ),
+    "a default argument of forward": lambda net: net(image()),
+    "an image by name": lambda net: net(x=image()),
+    "a flag": (lambda net: net(image(), True), ONE),
+    "a flag by name": (lambda net: net(image(), is_deep=True), ONE),
+    "an argument with a wrong name": (lambda net: net(image(), depth=3), "raises: depth"),
+    "a list as an image": row(lambda net: net([image()]), "refused: list"),
+    "a dict as an image": row(lambda net: net({"a": image()}), "refused: dict"),
 }
 
 # 3. Loops
-
-
-def optimised(w: World, make: Callable[[Any], Any]) -> None:
-    """Train for three steps, with gradients clipped; no gradient is rounding alone, which Adam would scale up."""
-    net = w.wrap(unbiased())
-    optimizer = make(net)
-    for _ in range(3):
-        w.step(net)
-        w.note(norm=nn.utils.clip_grad_norm_(net.parameters(), 0.5))
-        optimizer.step()
 
 
 def accumulated(w: World) -> None:
     """Train by passes that come before the backward passes of others, in orders of their own."""
     net = w.shared(Net)
     for order in (1, -1):
-        losses = [total(w.forward(net, image(seed=seed))) / 3 for seed in range(3)]
+        losses = [total(w.forward(net, image(batch, 1, 9, 6, 5))) / 3 for batch in (1, 2, 1)]
         for loss in losses[::order]:
             loss.backward()
         w.note_state(net)
     total(w.forward(net) * w.forward(net, image(seed=2))).backward()
-    w.note_state(net)
-
-
-def composed(w: World) -> None:
-    """Let a pass follow a pass of the same network."""
-    net = w.wrap(own(lambda self, x: self.head(self.encode(x))[:, :1]))
-    total(w.forward(net, w.forward(net))).backward()
     w.note_state(net)
 
 
@@ -337,23 +267,15 @@ def taught(w: World) -> None:
     w.step(average.module)
 
 
-def closed(w: World) -> None:
-    """Optimise by a closure."""
-    net = w.wrap(light())
-    optimizer = torch.optim.LBFGS(net.parameters(), 0.01, max_iter=2)
-    w.note(loss=optimizer.step(lambda: w.step(net).square().mean()))
-    w.note_state(net)
-
-
-def loss_scaled(w: World) -> None:
-    """Train with a scaled loss."""
-    net = w.wrap(light())
+def optimised(w: World, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+    """Train with a scaled loss and clipped gradients; none is rounding alone, which Adam would scale up."""
+    net = w.wrap(unbiased())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for _ in range(2):
+    optimizer = make(net.parameters(), lr=0.01, **options)
+    for _ in range(3):
         w.step(net, loss=lambda logits: scaler.scale(total(logits)))
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_value_(net.parameters(), 0.5)
+        w.note(norm=nn.utils.clip_grad_norm_(net.parameters(), 0.5))
         scaler.step(optimizer)
         scaler.update()
 
@@ -444,149 +366,69 @@ def saving_nothing(w: World, make: Callable[[], Any], *acts: Callable[[World, An
     acted(w, make, *acts)
 
 
-def differentiated_twice(w: World, net: Any) -> None:
-    """Go back through gradients."""
-    x = image().requires_grad_()
-    logits, maps = w.forward(net, x)
-    maps.retain_grad()
-    (gradient,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
-    gradient.square().sum().backward(retain_graph=True)
-    total(logits).backward()
-    w.note(gradient=gradient, maps=maps.grad)
-    w.note_state(net)
-
-
 FUNC = "refused: vmap|torch.func|functorch|functional_call|forward.mode|setup_context"
 SAVED = "refused: saved_tensors_hooks or torch.utils.checkpoint"
-PACKED = functools.partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, lambda x: x * 2)
 AROUND: dict[str, Any] = {
-    "passes without training in between": (
-        lambda: made(lambda: nn.Sequential(Net(), nn.Dropout3d(0.5))),
-        without_training,
+    "passes without training in between": row(
+        lambda: made(lambda: nn.Sequential(Net(), nn.Dropout3d(0.5))), without_training
     ),
     "float32 numbers": (made, lambda w, net: (net.float() is net, net.double() is net)),
     "a functional call": (light, functional, "refused: first.weight.*functional_call"),
-    "a functional map": (unbiased, lambda w, net: torch.func.vmap(net)(image(3, *IMAGE)), FUNC),
-    "a product with the jacobian": (unbiased, lambda w, net: torch.func.jvp(net, (image(),), (image(seed=2),)), FUNC),
     "a dual number": (unbiased, dual, FUNC),
-    "a jacobian": (
-        unbiased,
-        lambda w, net: torch.autograd.functional.vjp(net, image(), torch.ones(1, 2, 9, 6, 5).double()),
-    ),
-    "a check of gradients": (
-        unbiased,
-        lambda w, net: torch.autograd.gradcheck(net, image(1, 1, 1, 1, 2).requires_grad_()),
-        TWICE,
-    ),
-    "anomalies are looked for": (light, within(torch.autograd.detect_anomaly)),
     "tensors saved on the CPU": (light, within(torch.autograd.graph.save_on_cpu), SAVED),
-    "saved tensors that are changed": (light, within(PACKED), SAVED),
     "a checkpoint around it": (light, checkpointed(False), SAVED),
-    "a reentrant checkpoint around it": (light, checkpointed(True), SAVED),
+    "a reentrant checkpoint around it": (light, checkpointed(True)),
     "gradients enabled within": (light, torch.no_grad()(within(torch.enable_grad))),
-    "autocast around the loss": (
-        light,
-        lambda w, net: torch.autocast("cpu", torch.bfloat16)(back)(net, image(), w.forward(net)),
+    "autocast around the loss": row(
+        light, lambda w, net: torch.autocast("cpu", torch.bfloat16)(back)(net, image(), w.forward(net))
     ),
-    "backward without gradients": (light, lambda w, net: torch.no_grad()(back)(net, image(), w.forward(net))),
-    "a compiled wrapper": (light, lambda w, net: w.step(torch.compile(net, backend="eager")) is None),
     "threads": (unbiased, in_threads),
-    "another default type": (
-        lambda: own(lambda self, x: self.head(self.encode(x)) + torch.full((), 0.1)),
-        with_default_type,
+    "another default type": row(
+        lambda: own(lambda self, x: self.head(self.encode(x)) + torch.full((), 0.1)), with_default_type
     ),
 }
 PLANS: dict[str, Any] = {
     "tiles": {"plan": "tiles"},
-    "a budget": {"plan": "auto", "budget": "1GiB"},
-    "what is held": {"held": 2**20},
     "an example": {"example": image()},
-    "an example as a shape": {"example": IMAGE},
-    "an example as an array": {"example": image().numpy()},
+    "an example as a shape": ({"example": IMAGE}, "refused: the example is a"),
+    "an example as an array": ({"example": image().numpy()}, "refused: the example is a"),
     "a budget that is too small": ({"plan": "auto", "budget": "0.000001MiB"}, "refused: needs at least"),
 }
+RUNS: dict[str, Any] = {
+    "accumulation, and two passes before their backward": accumulated,
+    "a teacher, an averaged model and an update of batch norm": taught,
+    "a scaled loss and clipped gradients": lambda w: optimised(w, torch.optim.SGD, momentum=0.9),
+    "a fused optimizer": lambda w: optimised(w, torch.optim.AdamW, fused=True),
+    "autocast": lambda w: mixed(w, torch.bfloat16, unbiased),
+    "autocast of float16": lambda w: mixed(w, torch.float16, unbiased),
+    "autocast before a normalisation": lambda w: mixed(w, torch.bfloat16, pooled),
+}
+BEFORE_BACKWARD: dict[str, Any] = {
+    "an optimizer before backward": row(
+        light, lambda w, net: (w.step(net), torch.optim.SGD(net.parameters(), 0.1).step()), MODIFIED
+    ),
+    "a tensor changed before backward": row(
+        lambda: gained(gain=torch.ones(4, 1, 1, 1)), lambda w, net: net.gain.fill_(3), MODIFIED
+    ),
+    "settings changed before backward": (lambda: gained(gain=2.0), put(gain=3.0), lambda w, net: net.eval()),
+    "a layer changed before backward": (light, lambda w, net: put(block=made(Block))(w, net)),
+}
 LOOPS = (
-    table(written, {f"{name} in place of logits": (Two, 0, act) for name, act in IN_PLACE.items()})
-    | table(written, {f"{name} in place of maps": (Two, 1, act, MODIFIED) for name, act in IN_PLACE.items()})
-    | table(
-        written,
-        {
-            f"{name} in place of a sum": (Sums, 1, IN_PLACE[name], "refused: output 1 was changed")
-            for name in ("clamp", "a view")
-        },
-    )
+    table(written, WRITTEN)
     | table(lossed, LOSSES)
     | table(of_image, IMAGES)
-    | table(lambda w, run: run(w), ARGUMENTS)
+    | table(called, ARGUMENTS)
     | table(acted, AROUND)
-    | table(
-        optimised,
-        {
-            "fused AdamW": lambda net: torch.optim.AdamW(net.parameters(), 0.01, fused=True),
-            "SGD with groups": lambda net: torch.optim.SGD(
-                [{"params": p, "lr": 0.1} for p in net.parameters()], 0.2, 0.9
-            ),
-            "Adam for each": lambda net: torch.optim.Adam(net.parameters(), 0.01, foreach=True),
-        },
-    )
-    | table(
-        lambda w, run, *args: run(w, *args),
-        {
-            "accumulation, and two passes before their backward": accumulated,
-            "a pass of a pass": composed,
-            "a teacher, an averaged model and an update of batch norm": taught,
-            "a closure of an optimizer": closed,
-            "a scaled loss": loss_scaled,
-            "autocast": (mixed, torch.bfloat16, unbiased),
-            "autocast of float16": (mixed, torch.float16, unbiased),
-            "autocast before a normalisation": (mixed, torch.bfloat16, pooled),
-        },
-    )
-    | table(
-        changed_before_backward,
-        {
-            "an optimizer before backward": (
-                light,
-                lambda w, net: (w.step(net), torch.optim.SGD(net.parameters(), 1.0).step()),
-                MODIFIED,
-            ),
-            "a tensor changed before backward": (
-                lambda: gained(gain=torch.ones(4, 1, 1, 1)),
-                lambda w, net: net.gain.fill_(3),
-                MODIFIED,
-            ),
-            "settings changed before backward": (
-                lambda: gained(gain=2.0),
-                put(gain=3.0),
-                lambda w, net: (net.eval(), net.requires_grad_(False)),
-            ),
-            "a layer changed before backward": (light, lambda w, net: put(block=made(Block))(w, net)),
-        },
-    )
-    | table(
-        planned,
-        PLANS,
-    )
-    | table(
-        saving_nothing,
-        {
-            "a network that saves nothing": (lambda: made(Layers), put("dropped", p=0.2), "plain"),
-            "second derivatives where nothing is saved": (lambda: made(Two), differentiated_twice, "plain"),
-            "a checkpoint around what saves nothing": (lambda: made(Layers), checkpointed(False), "plain"),
-        },
-    )
+    | table(lambda w, run: run(w), RUNS)
+    | table(changed_before_backward, BEFORE_BACKWARD)
+    | table(planned, PLANS)
+    | table(saving_nothing, {"a network that saves nothing": (with_dropout, put("1", p=0.2), "plain")})
 )
+
 # 4. Outputs
 
 Pair = namedtuple("Pair", ["logits", "maps"])
-
-
-@dataclass
-class Result:
-    """Outputs as a dataclass."""
-
-    logits: Tensor
-    maps: Any = None
+RESULT = make_dataclass("Result", ["logits", "maps"])
 
 
 Build = Callable[[Any, Tensor, Tensor, Tensor], Any]
@@ -611,18 +453,14 @@ BUILT: dict[str, Any] = {
     "a list": lambda net, x, logits, maps: [logits, maps],
     "a dict": lambda net, x, logits, maps: {"out": logits, "aux": maps},
     "a named tuple": lambda net, x, logits, maps: Pair(logits, maps),
-    "a dataclass of outputs": (lambda net, x, logits, maps: Result(logits, maps), "refused: Result"),
-    "a namespace of outputs": (lambda net, x, logits, maps: SimpleNamespace(out=logits), "refused: SimpleNamespace"),
+    "a dataclass of outputs": (lambda net, x, logits, maps: RESULT(logits, maps), "refused: Result"),
     "a structure in a structure": lambda net, x, logits, maps: {"a": [logits, (maps, {"b": maps * 2})]},
     "None and logits": lambda net, x, logits, maps: (logits, None),
     "a number, a text and a size": lambda net, x, logits, maps: {"a": logits, "b": 3, "c": "net", "d": x.shape},
     "None": (lambda net, x, logits, maps: None, "refused: returns nothing"),
     "the image itself": lambda net, x, logits, maps: (logits, x),
     "a view of the image": lambda net, x, logits, maps: (logits, x[:, :, :3]),
-    "logits twice": lambda net, x, logits, maps: (logits, logits),
     "views of logits": lambda net, x, logits, maps: (logits, logits[:, :1], logits.flatten(2)),
-    "two halves of logits": lambda net, x, logits, maps: logits.chunk(2, 1),
-    "a view of maps": lambda net, x, logits, maps: (logits, maps[:, :2]),
     "detached logits and maps": lambda net, x, logits, maps: (logits, logits.detach(), maps.detach()),
     "classes and a mask": lambda net, x, logits, maps: (logits, logits.argmax(1), logits > 0),
     "a parameter": lambda net, x, logits, maps: (logits, net.head.weight),
@@ -631,13 +469,9 @@ BUILT: dict[str, Any] = {
     "nothing that needs a gradient": (lambda net, x, logits, maps: x.detach() * 2, "raises: does not require grad"),
     "logits of another type": lambda net, x, logits, maps: logits.float(),
     "logits of other strides": lambda net, x, logits, maps: (logits.transpose(1, 4), logits.mean().expand(3)),
-    "a list that the network keeps": (
-        lambda net, x, logits, maps: net.kept.append(logits) or net.kept,
-        "refused: changes kept,",
+    "a list that the network keeps": row(
+        lambda net, x, logits, maps: net.kept.append(logits) or net.kept, "refused: changes kept,"
     ),
-    "an iterator of outputs": (lambda net, x, logits, maps: iter([logits, maps]), "refused: iterator"),
-    "a deque of outputs": lambda net, x, logits, maps: deque([logits, maps]),
-    "a dict with a default of outputs": lambda net, x, logits, maps: defaultdict(list, out=[logits]),
     "a tensor of a class of its own": (lambda net, x, logits, maps: logits.as_subclass(Image), "refused: Image"),
     "outputs of the mode": lambda net, x, logits, maps: [logits] * (2 if net.training else 1),
 }
