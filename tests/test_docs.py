@@ -19,7 +19,7 @@ import pytest
 import yaml
 from bench import docs_outputs
 from guards import no, without
-from pages import check_named_tests, named_tests
+from pages import check_named_tests, missing_tests, named_tests
 from training import PLAIN, TINY
 
 import unet3d
@@ -149,6 +149,11 @@ def test_what_contributing_names_is_in_its_room() -> None:
 def test_every_fault_names_tests_that_exist() -> None:
     assert named_tests("docs/faults.md")
     check_named_tests("docs/faults.md")
+
+
+def test_the_list_of_uses_names_tests_that_exist() -> None:
+    assert len(named_tests("docs/recompute.md")) > 20
+    assert not missing_tests("docs/recompute.md")
 
 
 def make_small(code: str, *changes: tuple[str, str]) -> str:

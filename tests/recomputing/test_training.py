@@ -106,9 +106,12 @@ BEHIND = {
 }
 
 
+PAIRS = [("max-pool", behind) for behind in BEHIND]
+PAIRS += [(operation, behind) for operation in list(IN_FLOAT32)[1:] for behind in ("batch norm", "PReLU")]
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("behind", BEHIND)
-@pytest.mark.parametrize("operation", IN_FLOAT32)
+@pytest.mark.parametrize(("operation", "behind"), PAIRS)
 def test_operations_that_autocast_computes_in_float32(operation: str, behind: str, device_type: str) -> None:
     """In groups, with rules behind them; a GPU's autocast, which has other operations, is carried out on the CPU."""
     torch.manual_seed(0)

@@ -1,11 +1,13 @@
 """Uses of a network whose settings change after the first pass: all that forward can read."""
 
 import functools
+import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
 from enum import Enum
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from unet3d.recomputing import module
 
 HERE = sys.modules[__name__]
 GAIN = 1.0
+FACTORS = [1.0, 3.0]
+GETTER = getattr
 CONV = "block.conv"
 NUMBERS = "refused: depends on the numbers of a tensor"
 
@@ -33,6 +37,17 @@ class Plain:
     def __call__(self) -> Any:
         """Return the number."""
         return self.gain
+
+
+class Reading:
+    """An object whose special method reads a variable of the module."""
+
+    def __init__(self) -> None:
+        FACTORS[:] = [1.0, 3.0]
+
+    def __call__(self) -> float:
+        """Return the first factor."""
+        return FACTORS[0]
 
 
 class Hidden:
@@ -72,6 +87,11 @@ def call(held: Any) -> Any:
 def set_gain(held: Any) -> None:
     """Set an object's number."""
     held.gain = 3.0
+
+
+def double_first(held: Any) -> None:
+    """Double the number in the first of two things."""
+    held[0]["a"] *= 2
 
 
 def closure(gain: float) -> tuple[Callable[[], float], Callable[[float], None]]:
@@ -126,6 +146,19 @@ HELD: dict[str, Any] = {
     "an item of an array": (lambda: np.ones(3), lambda held: float(held[0]), lambda held: held.fill(3.0)),
     "OmegaConf": (lambda: OmegaConf.create({"a": [1.0]}), lambda held: held.a[0], lambda held: held.a.insert(0, 3.0)),
     "the argument of a partial": (lambda: functools.partial(sum, [1.0]), call, lambda held: held.args[0].append(2.0)),
+    "a proxy of a dict": (lambda: (d := {"a": 1.0}, MappingProxyType(d)), lambda held: held[1]["a"], double_first),
+    "a weak reference": (
+        lambda: (p := Plain(), weakref.ref(p)),
+        lambda held: held[1]().gain,
+        lambda held: set_gain(held[0]),
+    ),
+    "what a special method reads": (Reading, call, lambda held: FACTORS.reverse()),
+    "the environment": (
+        lambda: os.environ.update(GAIN="1"),
+        lambda held: float(os.environ["GAIN"]),
+        lambda held: os.environ.update(GAIN="3"),
+    ),
+    "a getter by another name": (Plain, lambda held: GETTER(held, "ga" + "in"), set_gain),
     "a closure": (lambda: closure(1.0), lambda held: held[0](), lambda held: held[1](3.0)),
     "a default argument": (lambda: reader([1.0]), call, lambda held: setattr(held, "__defaults__", (5.0,))),
     "the object of a method": (lambda: Plain().__call__, call, lambda held: set_gain(held.__self__)),

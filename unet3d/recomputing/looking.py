@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextvars import ContextVar
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -17,6 +18,7 @@ from types import (
     EllipsisType,
     FunctionType,
     GetSetDescriptorType,
+    MappingProxyType,
     MethodType,
     ModuleType,
     NoneType,
@@ -37,10 +39,11 @@ BY_VALUE = frozenset(
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
 MOST_OBJECTS = 50_000  # They take a tenth of a second in each pass.
 MISSING = "(missing)"
+SCHEDULES = "_unet3d_schedules"  # The attribute in which the class of a network that recomputes keeps its schedules.
 
 
 class Same:
-    """An object that equals itself alone. It is not kept alive where it need not be."""
+    """An object that equals itself alone. It is kept alive only where Python has no weak references to it."""
 
     __slots__ = ("address", "reference")
 
@@ -61,7 +64,7 @@ class Same:
         return value is not None and value is other.reference()
 
 
-# What no look changes; of objects that no code of the network's own can change, an object of the class above.
+# Types whose objects are returned: they compare by identity, or nothing in them can change.
 EQUAL_THEMSELVES = frozenset(
     (Same, BuiltinFunctionType, ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 )
@@ -119,7 +122,8 @@ class Look:
         for base in kind.__bases__:
             yield self(base)
         for name, member in vars(kind).items():
-            if not name.startswith("__") and name != "_schedules" and type(member) is not GetSetDescriptorType:
+            is_data = not name.startswith("__") and name != SCHEDULES and type(member) is not GetSetDescriptorType
+            if is_data or type(member) is FunctionType:
                 yield name, self(member)
 
     def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
@@ -136,7 +140,7 @@ class Look:
         if function.__dict__:
             parts.append(self(function.__dict__))
         for cell in function.__closure__ or ():
-            parts.append(self(held(cell)))
+            parts.append(self(content_of(cell)))
         return tuple(parts)
 
     def _content(self, value: Any) -> Iterable[Any]:
@@ -147,6 +151,14 @@ class Look:
             return (value.name,)
         if isinstance(value, MethodType):
             return self(value.__func__), self(value.__self__)
+        if isinstance(value, property):
+            return self(value.fget), self(value.fset), self(value.fdel)
+        if isinstance(value, staticmethod | classmethod):
+            return (self(value.__func__),)
+        if isinstance(value, weakref.ref):
+            return (self(value()),)
+        if isinstance(value, ContextVar):
+            return (self(value.get(None)),)
         if isinstance(value, functools.partial):
             return self(value.func), self(value.args), self(value.keywords)
         if isinstance(value, np.ndarray):
@@ -159,7 +171,7 @@ class Look:
             attributes = ((name, item) for name, item in vars(value).items() if name not in INTERNAL)
             held = (value._parameters, value._buffers, value._modules)
             return tuple((name, self(item)) for name, item in (*attributes, *zip("pbm", held, strict=True)))
-        if isinstance(value, dict):
+        if isinstance(value, dict | MappingProxyType):
             items: Iterable[Any] = [(self(key), self(item)) for key, item in value.items()]
         elif isinstance(value, set | frozenset):
             items = (frozenset(map(self, value)),)
@@ -180,7 +192,9 @@ class Look:
         for base in type(value).__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                if not name.startswith("__") and hasattr(value, name):
+                if name.startswith("__") and not name.endswith("__"):
+                    name = f"_{base.__name__.lstrip('_')}{name}"  # As Python itself calls it.
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                     yield name, self(getattr(value, name))
 
     def _state(self, value: Any) -> Any:
@@ -203,7 +217,7 @@ class Look:
         return self(value)
 
 
-def held(cell: CellType) -> Any:
+def content_of(cell: CellType) -> Any:
     """Return what a cell of a closure holds."""
     try:
         return cell.cell_contents

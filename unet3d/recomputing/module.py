@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.recomputing.function import autocast_dtype, call_by_program
-from unet3d.recomputing.looking import held
+from unet3d.recomputing.looking import SCHEDULES, content_of
 from unet3d.recomputing.prepare import PLANS, by_plan, describe, has_larger_tiles, prepare
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.readable import Code, code_of, snapshot
@@ -29,14 +29,14 @@ from unet3d.recomputing.refusals import refuse_hooks, refuse_hooks_of_saved_tens
 from unet3d.recomputing.scratch import plain_bytes
 
 Plan = Literal["lean", "tiles", "auto"]
-MANY_PROGRAMS = 20  # of one network; to find a schedule takes seconds
+MANY_PROGRAMS = 20  # So many schedules of one network are warned of: each takes seconds to find.
 
 
 def recompute(
     model: nn.Module,
     example: Tensor | None = None,
     plan: Plan = "lean",
-    budget: str | None = None,
+    budget: str | int | None = None,
     held: str | int | None = None,
 ) -> "Recomputed":
     """Return a network that trains as `model` does, with the same parameters, in less memory.
@@ -65,7 +65,7 @@ class Recomputed(nn.Module):
     and without gradients, it runs the network's own forward.
     """
 
-    _schedules: ClassVar["Schedules"]
+    _unet3d_schedules: ClassVar["Schedules"]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an object of a class that this one and the network's are the bases of, or a new network of that."""
@@ -76,19 +76,19 @@ class Recomputed(nn.Module):
         return object.__new__(_class_of(type(model)))
 
     def __init_subclass__(cls) -> None:
-        """Keep the network's class from taking note of one more."""
+        """Do not call the network's own `__init_subclass__`, which may take note of each class."""
 
     def __init__(
         self,
         model: nn.Module,
         plan: Plan = "lean",
-        budget: str | None = None,
+        budget: str | int | None = None,
         held: str | int | None = None,
         device_type: str | None = None,
     ) -> None:
         """Share the network's state. `device_type`: "cuda" for tiles of a GPU; None: of where the image is."""
         object.__setattr__(self, "__dict__", vars(model))
-        type.__setattr__(type(self), "_schedules", Schedules(model, plan, budget, held, device_type))
+        type.__setattr__(type(self), SCHEDULES, Schedules(model, plan, budget, held, device_type))
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -155,15 +155,18 @@ class Schedules:
             raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
         if (plan == "auto") != (budget is not None):
             raise UserError(f"plan={plan}, budget={budget}: a budget goes with plan=auto, and only with it")
+        for name, size in (("budget", budget), ("held", held)):
+            if not isinstance(size, str | int | None):
+                raise UserError(f"{name}={size}: give bytes, or a text such as 6GiB")
         self.network = network
         self.plan = plan
         self.budget = budget_bytes(budget) if isinstance(budget, str) else budget
         self.held = budget_bytes(held) if isinstance(held, str) else held or 0
         self.device_type = device_type
-        self.is_silent = True  # or to print what to expect of the first schedule
+        self.is_silent = True  # Whether the line about the first schedule is left out.
         self.programs: dict[Any, Program] = {}
-        self.prepared: dict[Any, Program] = {}  # without a schedule; networks of equal layers may share it
-        self.code: Code | None = None  # that was read last
+        self.prepared: dict[Any, Program] = {}  # Programs before a schedule is chosen, which networks may share.
+        self.code: Code | None = None
 
     def options(self) -> dict[str, Any]:
         """Return what was asked for."""
@@ -216,7 +219,8 @@ class Schedules:
             self.code = code_of(self.network)
             key = self._key(about_image)
         if key not in self.programs:
-            with saved_tensors_hooks(_same, _same):  # Those around a pass are not for what is done to find one.
+            # What is set around a pass, for debugging or to save memory, is not for what is done to find a schedule.
+            with saved_tensors_hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
                 program = self._prepared(key, image, autocast, device_type == "cpu")
             self.programs[key] = by_plan(program, self.plan, self.budget)
             self._announce(self.programs[key])
@@ -240,7 +244,7 @@ class Schedules:
             program.fixed_bytes += self.held
             plain = plain_bytes(self.network, image, autocast, on_cpu)
             program.plain_bytes = None if plain is None else plain + self.held
-            if not program.maps.graph.constants:  # which are this network's own tensors
+            if not program.maps.graph.constants:  # Constants are tensors of this network alone.
                 self.prepared[key] = program
         return program
 
@@ -267,14 +271,14 @@ def _calls_a_schedule(function: Any) -> bool:
         elif isinstance(part, functools.partial):
             waiting += [part.func, *part.args]
         elif isinstance(part, types.FunctionType):
-            waiting += [held(cell) for cell in part.__closure__ or ()]
+            waiting += [content_of(cell) for cell in part.__closure__ or ()]
             waiting += [part.__globals__[name] for name in part.__code__.co_names if name in part.__globals__]
     return False
 
 
 @contextmanager
 def _as_forward(network: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a function be the network's forward meanwhile: it was when somebody put another one around it."""
+    """Set the network's forward within the context: to the one that somebody has put another function around."""
     if network.forward == forward:
         yield
         return
@@ -322,11 +326,13 @@ def _class_of(kind: type[nn.Module]) -> type[Recomputed]:
 def schedules_of(recomputed: nn.Module) -> Schedules:
     """Return the schedules of a network that recomputes."""
     assert isinstance(recomputed, Recomputed)
-    return type(recomputed)._schedules
+    return type(recomputed)._unet3d_schedules
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise UserError for what is no plain network any more."""
+    """Raise UserError for what is no network, or no plain one any more."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"recompute: a {type(model).__name__} is no network; give it a torch.nn.Module")
     if isinstance(model, Recomputed):
         raise UserError("recompute: the network recomputes already; give recompute the network itself")
     if isinstance(model, DataParallel | DistributedDataParallel):
@@ -336,7 +342,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
         raise UserError("recompute: the network is compiled by torch.jit; give recompute the network before that")
     if any(vars(kind).get("__slots__") for kind in type(model).__mro__):
         raise UserError(f"recompute: {type(model).__name__} keeps attributes in __slots__; leave __slots__ out")
-    if "_orig_mod" in model._modules:  # of a compiled module
+    if "_orig_mod" in model._modules:
         raise UserError("recompute: the network is compiled already; give recompute the network before torch.compile")
 
 

@@ -7,6 +7,9 @@ left out, so that a counter of the training loop costs nothing.
 """
 
 import functools
+import operator
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import CodeType, FunctionType, ModuleType
@@ -14,12 +17,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from unet3d.recomputing.looking import BY_VALUE, INTERNAL, MISSING, Look, Same, held, is_library
+from unet3d.recomputing.looking import BY_VALUE, INTERNAL, MISSING, Look, Same, content_of, is_library
 from unet3d.recomputing.observer import only_watches
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Code that names one of these may read an attribute whose name it does not contain.
-ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter", "eval", "exec"))
+ANY_NAME = frozenset(
+    ("getattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "locals", "__getattribute__")
+)
+READERS = (getattr, vars, eval, exec, operator.attrgetter, operator.methodcaller)  # The same, by other names.
 # Attributes in which a class keeps tensors within a pass: it writes them before it reads them.
 WITHIN_A_PASS = {
     "monai.networks.nets.dynunet.DynUNet": ("heads",),
@@ -224,14 +230,31 @@ class _CodeReader:
             names -= ANY_NAME
         self.names |= names
         for cell in function.__closure__ or ():
-            if isinstance(held(cell), FunctionType):
-                self._read_function(held(cell))
+            if isinstance(content_of(cell), FunctionType):
+                self._read_function(content_of(cell))
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             self._add_variable(function.__globals__, name, is_of_library)
-            if isinstance(value, ModuleType):
-                for inner in names & vars(value).keys():
-                    self._add_variable(vars(value), inner, is_library(value.__name__, self.packages))
+            if any(value is reader for reader in READERS) or isinstance(value, READERS[-2:]):
+                self.names.add("getattr")
+            self._read_module(value, names)
+        if not is_of_library:
+            for name in names & sys.modules.keys():  # Imported within the function.
+                self._read_module(sys.modules[name], names)
+
+    def _read_module(self, value: Any, names: Set[str]) -> None:
+        """Add the variables of a module that code names, and of modules within it."""
+        waiting = [value]
+        known = set()
+        for module in waiting:
+            if not isinstance(module, ModuleType) or id(module) in known:
+                continue
+            known.add(id(module))
+            variables = vars(module)
+            is_of_library = is_library(module.__name__, self.packages)
+            for name in names & variables.keys():
+                self._add_variable(variables, name, is_of_library)
+                waiting.append(variables[name])
 
     def _add_cell(self, owner: type, name: str) -> None:
         self.cells.setdefault((id(owner), name), (functools.partial(getattr, owner), name))
@@ -245,6 +268,8 @@ class _CodeReader:
 def _object(variables: Mapping[str, Any], name: str, default: Any) -> Any:
     """Return a variable that is a function, a class or a module, and else what equals that object alone."""
     value = variables.get(name, default)
+    if value is os.environ or value is os.getenv:
+        return repr(os.environ)
     return value if isinstance(value, FunctionType | ModuleType | type) else Same(value)
 
 

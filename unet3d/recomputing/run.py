@@ -41,7 +41,7 @@ class Pass:
         self.gradients: dict[Value, Tensor | None] = {}  # None: of an output that the loss does not use
         self.arrived: set[Value] = set()  # outputs, whose gradients are not ours to write over
         self.memory_of_outputs: dict[Value, int] = {}
-        self.versions: list[tuple[str, Tensor, int]] = []
+        self.versions: list[tuple[str, Tensor, tuple[int, int]]] = []
         self.sender = TileSender(program, state, device, self.maps, self.gradients)
         self.by_index = program.maps.maps
         self.instructions = list(program.schedule.instructions)
@@ -65,24 +65,22 @@ class Pass:
         self.instructions = self.instructions[turn + 1 :]
         for what, tensor in self._read_again():
             if not tensor.is_inference():
-                self.versions.append((what, tensor, tensor._version))
+                self.versions.append((what, tensor, _version_of(tensor)))
         return outputs
 
     def _read_again(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what backward reads again; autograd itself watches trained weights."""
+        """Yield what backward reads again, by its name."""
         graph = self.program.maps.graph
         for number, value in enumerate(graph.outputs):
             if value in self.maps:
                 yield f"output {number}", self.maps[value]
         for name in self.program.maps.weights_read_again:
-            tensor = self.state.weights[name]
-            if not tensor.requires_grad:
-                yield name, tensor
+            yield name, self.state.weights[name]
 
     def refuse_changes(self) -> None:
         """Raise RuntimeError, as autograd does, if what backward reads was changed in place since forward."""
         for what, tensor, version in self.versions:
-            if tensor._version != version:
+            if _version_of(tensor) != version:
                 raise RuntimeError(
                     f"recompute: {what} was changed in place between forward and backward, which reads it again; "
                     "change a copy of it (clone())"
@@ -285,3 +283,8 @@ class Pass:
         is_autocast = self.autocast is not None
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast, cache_enabled=False):
             yield
+
+
+def _version_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what is another number once a tensor was written to, or given other memory by `.data =`."""
+    return tensor._version, tensor.untyped_storage()._cdata

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from unet3d.base.errors import UserError
@@ -24,6 +25,7 @@ from unet3d.recomputing.refusals import TORCH
 
 # Functions whose backward is that of the operations in their forward.
 AS_THEIR_OPERATIONS = ("monai.networks.blocks.activation.SwishImplementation", "unet3d.model.blocks._LeanSwish")
+OF_A_TRACE = {"constant", "dispatch_keys", "fake_mode", "pytype", "real_tensor"}  # Attributes of torch's own.
 OF_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward")
 
 
@@ -53,8 +55,15 @@ def watched(network: nn.Module) -> Iterator[tuple[nn.Module, Watch]]:
 
     @functools.wraps(forward)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        own = [_own_attributes(tensor) for tensor in args if isinstance(tensor, Tensor)]
         with _nothing_left_behind(twin, watch):
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        tensors = [leaf for leaf in (*args, *_pytree.tree_leaves(result)) if isinstance(leaf, Tensor)]
+        for name in set().union(*map(_own_attributes, tensors)).difference(*own):
+            watch.refuse(
+                f"forward sets {name} of the image or of an output, and a schedule would not; return it instead"
+            )
+        return result
 
     vars(twin)["forward"] = checked
     with ExitStack() as patches:
@@ -107,6 +116,11 @@ def _nothing_left_behind(network: nn.Module, watch: Watch) -> Iterator[None]:
         watch.refuse(problem)
     for hooks in hooked(network):
         watch.refuse(f"forward adds hooks ({hooks}), which would not run in recompute")
+
+
+def _own_attributes(tensor: Tensor) -> set[str]:
+    """Return the attributes that somebody gave to a tensor, besides those of a trace."""
+    return {name for name in vars(tensor) if not name.startswith("_") and not hasattr(type(tensor), name)} - OF_A_TRACE
 
 
 def _held(network: nn.Module) -> dict[str, Tensor | None]:
