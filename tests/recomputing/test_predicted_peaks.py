@@ -88,7 +88,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "SegResNet": lambda: _monai("SegResNet", 3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)),
     "attention": lambda: Windows(16),
     "attention with dropout": lambda: Windows(16, dropout=0.1),
-    "BasicUNet with dropout": lambda: _monai("BasicUNet", 3, 1, 3, features=(8, 8, 8, 8, 8, 8), dropout=0.1),
 }
 
 
