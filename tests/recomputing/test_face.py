@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -407,3 +408,32 @@ def test_compiled_after_but_not_before() -> None:
     assert_close(network.get_parameter("first.weight").grad, model.get_parameter("first.weight").grad, 1e-12)
     with pytest.raises(UserError, match=r"torch\.compile"):
         Recomputed(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    (
+        (lambda: None, {}, "NoneType is no network"),
+        (lambda: torch.jit.script(nn.Conv3d(1, 2, 1)), {}, r"torch\.jit"),
+        (lambda: nn.DataParallel(make()), {}, "DataParallel"),
+        (make, {"plan": "auto", "budget": ["6GiB"]}, "budget"),
+        (make, {"held": 1.5}, "held"),
+    ),
+    ids=("nothing", "scripted", "in DataParallel", "a list of budgets", "half a byte"),
+)
+def test_what_is_no_plain_network_or_no_size_is_refused(
+    given: Callable[[], Any], options: dict[str, Any], words: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated.
+        model = given()
+    with pytest.raises(UserError, match=words):
+        recompute(model, **options)
+
+
+def test_more_objects_than_a_pass_can_look_through_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unet3d.recomputing.looking.MOST_OBJECTS", 200)
+    model = make(Switched)
+    model.get_submodule("middle").gain = [[1.0] for _ in range(300)]  # type: ignore[assignment]
+    with pytest.raises(UserError, match="more than 200 objects"):
+        recompute(model)(image())

@@ -62,7 +62,19 @@ def modules_of(network: nn.Module) -> list[nn.Module]:
 def snapshot(network: nn.Module, code: Code) -> tuple[Any, ...]:
     """Return all that the network's forward pass can read, as names and values in turn."""
     modules = modules_of(network)
+    return tuple(_entries(modules, code, Look(modules, code.packages)))
+
+
+def look_through(network: nn.Module, code: Code) -> Look:
+    """Return a look that has seen all that forward can read, with the functions and the loose tensors that it found."""
+    modules = modules_of(network)
     look = Look(modules, code.packages)
+    _entries(modules, code, look)
+    return look
+
+
+def _entries(modules: Sequence[nn.Module], code: Code, look: Look) -> list[Any]:
+    """Return names and values in turn, as a look sees them."""
     known = look.known
     names = code.names
     not_read = code.not_read
@@ -90,21 +102,7 @@ def snapshot(network: nn.Module, code: Code) -> tuple[Any, ...]:
     for get, name in code.cells:
         add(name)
         add(look(get(name, MISSING)))
-    return tuple(entries)
-
-
-def look_through(network: nn.Module, code: Code) -> "Look":
-    """Return who has seen all that forward can read: functions, and tensors that are no parameters and no buffers."""
-    modules = modules_of(network)
-    look = Look(modules, code.packages)
-    for module in modules:
-        internal = code.not_read.get(type(module), INTERNAL)
-        for name, value in vars(module).items():
-            if name not in internal and (code.names is None or name in code.names):
-                look(value)
-    for get, name in code.cells:
-        look(get(name, MISSING))
-    return look
+    return entries
 
 
 def difference(network: nn.Module, before: Sequence[Any], after: Sequence[Any]) -> str | None:

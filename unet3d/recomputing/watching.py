@@ -1,4 +1,4 @@
-"""What a trace cannot carry, watched while forward is traced: each pass would do it, a schedule would not.
+"""Refuses, while forward is traced, what a schedule would not repeat.
 
 Functions with a backward of their own, hooks of tensors, gradients taken within forward, numbers of generators that are
 not torch's, and all that forward leaves behind.
@@ -24,9 +24,9 @@ from unet3d.recomputing.readable import code_of, difference, hooked, modules_of,
 from unet3d.recomputing.refusals import TORCH
 
 # Functions whose backward is that of the operations in their forward.
-AS_THEIR_OPERATIONS = ("monai.networks.blocks.activation.SwishImplementation", "unet3d.model.blocks._LeanSwish")
+TRACEABLE_FUNCTIONS = ("monai.networks.blocks.activation.SwishImplementation", "unet3d.model.blocks._LeanSwish")
 OF_A_TRACE = {"constant", "dispatch_keys", "fake_mode", "pytype", "real_tensor"}  # Attributes of torch's own.
-OF_TENSORS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward")
+REFUSED_METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward")
 
 
 class Watch:
@@ -37,7 +37,7 @@ class Watch:
         self.cause: str | None = None
 
     def refuse(self, problem: str, frame: FrameType | None = None) -> None:
-        """Raise UserError, and remember it, since torch.export may raise another error in its place."""
+        """Raise UserError, and keep the first line, since torch.export may raise another error in its place."""
         place = "" if frame is None else f" (at {frame.f_code.co_filename}:{frame.f_lineno})"
         self.cause = self.cause or f"{self.name}: {problem}{place}"
         raise UserError(self.cause)
@@ -68,7 +68,7 @@ def watched(network: nn.Module) -> Iterator[tuple[nn.Module, Watch]]:
     vars(twin)["forward"] = checked
     with ExitStack() as patches:
         _patch(patches, torch.autograd.Function, "apply", classmethod(_apply(watch)))
-        for name in OF_TENSORS:
+        for name in REFUSED_METHODS:
             _patch(patches, Tensor, name, _refused(watch, name, getattr(Tensor, name)))
         _patch(patches, torch.autograd, "grad", _refused(watch, "torch.autograd.grad", torch.autograd.grad))
         for name in ("is_compiling", "is_exporting", "is_dynamo_compiling"):
@@ -101,7 +101,7 @@ def _nothing_left_behind(network: nn.Module, watch: Watch) -> Iterator[None]:
     """Refuse a forward pass that changes what it or others could read later."""
     code = code_of(network)
     before = snapshot(network, code)
-    held = _held(network)
+    held = _tensors_by_path(network)
     python, numpy = random.getstate(), _numpy_state()
     yield
     if random.getstate() != python:
@@ -109,13 +109,14 @@ def _nothing_left_behind(network: nn.Module, watch: Watch) -> Iterator[None]:
     if _numpy_state() != numpy:
         watch.refuse("forward draws from NumPy's generator `np.random`, which a schedule would not; draw with torch")
     changed = difference(network, before, snapshot(network, code)) or next(
-        (path for path, tensor in _held(network).items() if held.get(path) is not tensor), None
+        (path for path, tensor in _tensors_by_path(network).items() if held.get(path) is not tensor), None
     )
     if changed is not None:
         problem = f"forward changes {changed}, and a schedule would not; let forward return it, and keep it outside"
         watch.refuse(problem)
-    for hooks in hooked(network):
-        watch.refuse(f"forward adds hooks ({hooks}), which would not run in recompute")
+    hooks = hooked(network)
+    if hooks:
+        watch.refuse(f"forward adds hooks ({hooks[0]}), which would not run in recompute")
 
 
 def _own_attributes(tensor: Tensor) -> set[str]:
@@ -123,14 +124,14 @@ def _own_attributes(tensor: Tensor) -> set[str]:
     return {name for name in vars(tensor) if not name.startswith("_") and not hasattr(type(tensor), name)} - OF_A_TRACE
 
 
-def _held(network: nn.Module) -> dict[str, Tensor | None]:
+def _tensors_by_path(network: nn.Module) -> dict[str, Tensor | None]:
     """Return parameters and buffers by their paths."""
     path_of = {module: path for path, module in network.named_modules()}
-    held = {}
+    tensors = {}
     for module in modules_of(network):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            held[f"{path_of[module]}.{name}".removeprefix(".")] = tensor
-    return held
+            tensors[f"{path_of[module]}.{name}".removeprefix(".")] = tensor
+    return tensors
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -146,7 +147,7 @@ def _apply(watch: Watch) -> Callable[..., Any]:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind is CheckpointFunction:
             return _call_checkpointed(watch, *args)
-        if name not in AS_THEIR_OPERATIONS:
+        if name not in TRACEABLE_FUNCTIONS:
             problem = f"{name} has a backward of its own, which a trace does not see"
             advice = "compute it by torch's operations, or leave this network to torch.utils.checkpoint"
             watch.refuse(f"{problem}; {advice}", sys._getframe(1))
@@ -177,7 +178,7 @@ def _refused(watch: Watch, name: str, original: Callable[..., Any]) -> Callable[
 
 
 def _denied(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a question that is answered with no where a network asks: its passes are not compiled."""
+    """Return a replacement for `is_compiling` and others: False for code outside of torch."""
 
     @functools.wraps(original)
     def ask() -> bool:
