@@ -63,7 +63,7 @@ def guard_of(item: pytest.Item) -> Guard | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect runs without a guard whose parameters are not those named by the guard's `only`."""
+    """Leave runs without a guard to `-m without`, and of them those whose parameters the guard's `only` names."""
     selected = []
     deselected = []
     guards_marked = set()
@@ -75,9 +75,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         marked = (item.nodeid.partition("[")[0], guard.target, guard.only)
         guards_marked.add(marked)
-        if guard.only in item.callspec.id.replace(guard.name, ""):
-            selected.append(item)
+        is_meant = guard.only in item.callspec.id.replace(guard.name, "")
+        if is_meant:
             guards_run.add(marked)
+        if is_meant and "without" in config.getoption("markexpr"):
+            selected.append(item)
         else:
             deselected.append(item)
     lost = [f"{test}: {target}, only={only!r}" for test, target, only in sorted(guards_marked - guards_run)]

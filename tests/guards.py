@@ -1,10 +1,10 @@
 """Guards taken out at run time: proof that a test can fail.
 
-`@without(target, by)` runs a test a second time, in which the name `target` means `by`; that run must fail. The target
-is a public name of the package or of a library where the package uses it, such as "unet3d.base.files.os.fsync".
-Trainings that the test starts by `training.train` run without the guard, too. Where a guard has moved, or is imported
-in another way, the second run passes: name the new place. A test with a guard writes to its own `tmp_path` alone, or
-its second run would fail for what the first one left.
+With `pytest -m without`, a test marked `@without(target, by)` runs again with the name `target` meaning `by`, and that
+run must fail. The target is a public name of the package or of a library where the package uses it, such as
+"unet3d.base.files.os.fsync". Trainings that the test starts by `training.train` run without the guard, too. Where a
+guard has moved, or is imported in another way, the second run passes: name the new place. A test with a guard writes to
+its own `tmp_path` alone, or its second run would fail for what the first one left.
 """
 
 from collections.abc import Iterator, Sequence

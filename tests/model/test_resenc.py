@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from dynamic_network_architectures.architectures.unet import ResidualEncoderUNet
 from torch import Tensor, nn
 
 from unet3d import build
@@ -37,10 +37,9 @@ def parameters(model: nn.Module) -> int:
 
 
 def package_network(model: Model) -> nn.Module:
-    """Return the network that nnU-Net makes of a plan with these options. Skips without the package."""
-    unet: Any = pytest.importorskip("dynamic_network_architectures.architectures.unet", reason="of the extra bench")
+    """Return the network that nnU-Net makes of a plan with these options."""
     levels = len(model.features)
-    return unet.ResidualEncoderUNet(
+    return ResidualEncoderUNet(
         *(model.in_channels, levels, list(model.features), nn.Conv3d),
         kernel_sizes=geometry.kernels(model),
         strides=[geometry.ONES, *geometry.strides(model)],
@@ -103,7 +102,6 @@ def test_the_package_has_as_many_parameters(options: Callable[..., Model], name:
         ("model=nnunet_resenc_m", NARROW),
         ("model=nnunet_resenc_l", NARROW, *FLAT),
         ("model=nnunet_resenc_l", "model.features=[4,8,8]", "model.blocks=[2,1,1]", "model.strides=1"),
-        pytest.param(("model=nnunet_resenc_l",), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

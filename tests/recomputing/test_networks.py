@@ -158,7 +158,6 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "size"), MONAI.values(), ids=[*MONAI])
 def test_networks_of_monai(make: Callable[[], nn.Module], size: tuple[int, int, int]) -> None:
-    pytest.importorskip("monai")
     torch.manual_seed(0)
     images = 1 if max(size) > 16 else 2
     check(make(), torch.randn(images, 1, *size))
@@ -167,7 +166,8 @@ def test_networks_of_monai(make: Callable[[], nn.Module], size: tuple[int, int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["PlainConvUNet", "ResidualEncoderUNet"])
 def test_networks_of_nnunet(name: str) -> None:
-    unet = pytest.importorskip("dynamic_network_architectures.architectures.unet")
+    from dynamic_network_architectures.architectures import unet
+
     torch.manual_seed(0)
     blocks = ([1, 3, 4], [1, 1]) if name == "ResidualEncoderUNet" else (2, 2)
     model = getattr(unet, name)(
@@ -180,3 +180,12 @@ def test_networks_of_nnunet(name: str) -> None:
         deep_supervision=True,
     )
     check(model, torch.randn(2, 1, 8, 16, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["UNet3D", "ResidualUNetSE3D"])
+def test_networks_of_pytorch_3dunet(name: str) -> None:
+    from pytorch3dunet.unet3d import model
+
+    torch.manual_seed(0)
+    check(getattr(model, name)(1, 2, f_maps=[4, 8], num_groups=2, num_levels=2), torch.randn(2, 1, 12, 8, 8))
