@@ -202,8 +202,8 @@ def test_a_run_goes_on_with_its_regions_and_no_others(place: Path, tmp_path: Pat
 
 def test_a_run_begins_with_the_regions_of_another(place: Path, tmp_path: Path) -> None:
     last = place / "run" / "checkpoints" / "last.pt"
-    labels = {"background": 0, "enhancing": 3, "rest": [1, 2, 3], "tumor_core": [2, 3]}
-    make_brain(tmp_path / "data", labels=labels, regions_class_order=[3, 1, 2])
+    labels = {"background": 0, "enhancing": [1, 2, 3], "rest": 2, "tumor_core": 3}
+    make_brain(tmp_path / "data", labels=labels)
     words = [f"data.root={tmp_path / 'data'}", f"init={last}", "steps=1", "optim.lr=0"]
     done = train(tmp_path, *RUN, *words)
     assert done.code == 0, done.err

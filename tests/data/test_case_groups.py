@@ -62,14 +62,27 @@ def test_a_share_is_of_groups() -> None:
     assert len(patients(val)) == 2 and not patients(train) & patients(val)
 
 
-@pytest.mark.parametrize("name", ["g.csv", "g.json"])
-def test_a_file_and_an_expression_with_the_same_groups_make_the_same_folds(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "head", "row", "encoding"),
+    [
+        ("g.csv", "age,case,group", "7,{},{}", "utf-8-sig"),
+        ("g.csv", "case;group", "{};{}", "utf-16"),
+        ("g.csv", 'sep=;\nCase;"Group"', '{};"{}"', "utf-8"),
+        ("G.TSV", "GROUP\tCase", "{1}\t{0}_0000.nii.gz", "utf-8"),
+        ("g.txt", " case, group", "images/{}.nii.gz, {} ", "utf-8"),
+        ("g.json", None, "{}.nii.gz", "utf-8-sig"),
+        ("g.JSON", None, "{}", "utf-16"),
+    ],
+)
+def test_a_file_and_an_expression_with_the_same_groups_make_the_same_folds(
+    tmp_path: Path, name: str, head: str | None, row: str, encoding: str
+) -> None:
     groups = {case: case.partition("_")[0] for case in IDS} | {"unlabelled": "p9"}
-    if name.endswith("json"):
-        (tmp_path / name).write_text(json.dumps(groups))
+    if head is None:
+        text = json.dumps({row.format(case): group for case, group in groups.items()})
     else:
-        lines = ["age,case,group", *(f"7,{case},{group}" for case, group in groups.items())]
-        (tmp_path / name).write_text("\ufeff" + "\n".join(lines) + "\n")
+        text = "\n".join([head, *(row.format(*pair) for pair in groups.items()), "", ";;" * (";" in head)])
+    (tmp_path / name).write_text(text, encoding=encoding)
     assert every(Data(folds=4, groups=str(tmp_path / name))) == every(Data(folds=4, groups=BY_NAME))
 
 
@@ -80,10 +93,13 @@ def test_a_file_and_an_expression_with_the_same_groups_make_the_same_folds(tmp_p
         ("g.json", '{"p0_scan0": [1]}', r"g\.json: .*p0_scan0.*\[1\]"),
         ("g.json", '{"p0_scan0": ""}', r"g\.json: .*p0_scan0"),
         ("g.json", "[]", r"g\.json: .*JSON object"),
-        ("g.csv", "p0_scan0,a\n", r"g\.csv: .*case,group"),
-        ("g.csv", "case,group\n", r"g\.csv: .*case,group"),
+        ("g.csv", "p0_scan0,a\n", r"g\.csv: .*'p0_scan0,a'.* no column case and no group.*case,group"),
+        ("g.csv", "case,group\n", r"g\.csv: .*'case,group'.* no row"),
+        ("g.xlsx", "PK\x03\x04", r"g\.xlsx: .*'PK.* no column case"),
+        ("g.csv", "case,group\nsub-p0_scan0,a\n", r"g\.csv: .*'p0_scan0' and 12 more.*'sub-p0_scan0'"),
+        ("g.txt", None, r"g\.txt: no such file.*p0_scan0.*case,group"),
         ("g.csv", "case,group\np0_scan0\n", r"g\.csv: .*p0_scan0"),
-        ("g.csv", "case,group\na,1\na,2\n", r"g\.csv: .*\ba\b.*twice"),
+        ("g.csv", "case,group\na,1\na,2\n", r"g\.csv: .*\ba\b.*twice, in two groups"),
         ("g.csv", None, r"g\.csv: no such file.*case,group"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from guards import no, without, yes
-from nifti_files import checked, decathlon, holds, image, label, rewrite, told, write
+from nifti_files import checked, decathlon, errors, holds, image, label, rewrite, told, write
 from training import face
 
 from unet3d import build
@@ -18,8 +18,8 @@ from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
 from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset
-from unet3d.data.headers import read_grid
-from unet3d.data.splits import split
+from unet3d.data.headers import WARNING, read_grid
+from unet3d.data.splits import split, unused
 
 
 def refusal(data: Data) -> str:
@@ -77,6 +77,9 @@ OUTSIDE = "data.allow_outside=true"
         ({"labels": {"0": "background"}}, ["['background']"]),
         ({"labels": {"0": "background", "1": "organ", "2": "organ"}}, ["['background', 'organ', 'organ']"]),
         ({"labels": {"0": "background", "1": "or\rgan"}}, ["labels", r"'or\rgan'"]),
+        ({"labels": {"0": "background", "1": "organ "}}, ["labels", "'organ '", "write 'organ'"]),
+        ({"labels": {"0": "background", "1": ""}}, ["labels", "'' is blank"]),
+        ({"training": [{"image": ".\\imagesTr\\a.nii.gz"}]}, ["backslashes", "write /"]),
         ({"labels": {"0": "background", "1": "a", "01": "b"}}, ["labels", "'01': 'b'", "'1': 'a'"]),
         ({"modality": None}, ['"modality"', "object"]),
         ({"modality": {"1": "CT"}}, ["modality", "[1]"]),
@@ -106,7 +109,7 @@ REPEATED = b"""{"name": "a", "name": "b", "modality": {"0": "CT"}, "labels": {"0
     [
         (b"{", "Expecting"),  # json's word
         (b"[1]", "{...}"),
-        (b"\xff\xfe", "utf-8"),
+        (b"\xff\x00", "utf-8"),
         (b"[" * 100_000, "recursion"),
         (REPEATED, "JSON"),
         (b"{}" + b" " * dataset_json.MAX_BYTES, "16,777,216"),
@@ -242,12 +245,15 @@ def test_nnunet_layout(tmp_path: Path) -> None:
         ({"labels": {"background": 0, "organ": 1, "ignore": 65536}}, ["65536", "65535"]),
         ({"labels": {"background": 0, "organ": 1, "tumour": 1}}, ["'organ': 1", "'tumour': 1"]),
         ({"labels": {"background": 0, "organ": 2}}, ["[0, 2]", "data.label_map={1:2}"]),
+        ({"labels": {"0": "background", "1": "organ"}}, ['{"background": 0, "organ": 1}']),
+        ({"labels": {"background": 0, " ": 1}}, ["' ' is blank"]),
         *(({"labels": {"background": 0, "organ": value}}, ["'organ'"]) for value in (True, "1", 1.0, ["1"])),
         ({"labels": {"background": 0, "organ": 10**400}}, ["labels"]),
         ({"channel_names": None}, ['"channel_names"', "object"]),
         ({"channel_names": {str(n): "MR" for n in range(50_000)}}, ['"channel_names"', " 50,000 ", " 3 cases", " 6;"]),
         ({"labels": {"background": 0, "a" * 10**6: 1}}, ['"labels"', " 1,000,000 ", " 250 "]),
         ({"file_ending": ".png"}, ['"file_ending"', "'.png'", ".nii.gz"]),
+        ({"file_ending": "nii.gz"}, ['"file_ending"', "'nii.gz'; write it with its dot, '.nii.gz'"]),
         ({"file_ending": None}, ['"file_ending"', "string"]),
     ],
     ids=lambda value: str(value)[:60],
@@ -255,6 +261,35 @@ def test_nnunet_layout(tmp_path: Path) -> None:
 def test_a_wrong_nnunet_json_is_refused(tmp_path: Path, changes: dict, parts: list[str]) -> None:
     text = refusal(nnunet(tmp_path, **changes))
     assert told([text], [[str(tmp_path / "dataset.json"), *parts]]) and len(text) < 500
+
+
+@pytest.mark.parametrize("layout", ["decathlon", "nnunet"])
+def test_the_layout_of_nnunet_v1_is_named_with_what_to_write(tmp_path: Path, layout: str) -> None:
+    decathlon(tmp_path)
+    for path in [*(tmp_path / "imagesTr").iterdir()]:
+        path.rename(path.with_name(path.name.replace(".nii", "_0000.nii")))
+    text = refusal(Data(format=layout, root=str(tmp_path)))
+    labels = '"labels": {"background": 0, "organ": 1, "tumour": 2}'
+    parts = ["nnU-Net v1", '"channel_names": {"0": "CT"}', labels, '"file_ending": ".nii.gz"', "data=nnunet"]
+    assert told([text], [[f"{tmp_path / 'dataset.json'}: ", *parts]])
+
+
+def test_decathlons_layout_is_named_where_it_is_read_as_nnunets(tmp_path: Path) -> None:
+    decathlon(tmp_path)
+    assert refusal(Data(format="nnunet", root=str(tmp_path))).endswith("read it with data=decathlon")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_json_with_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
+    """As PowerShell writes it."""
+    data = decathlon(tmp_path)
+    before = read_dataset(data)
+    path = tmp_path / "dataset.json"
+    path.write_text(path.read_text(), encoding=encoding)
+    assert read_dataset(data) == before
+    (tmp_path / "s.json").write_text(json.dumps({"train": ["a"], "val": ["b"]}), encoding=encoding)
+    train, val = split(before, Data(split=str(tmp_path / "s.json")))
+    assert [case.id for case in (*train, *val)] == ["a", "b"]
 
 
 def test_a_case_without_its_many_channels_is_a_few_lines(tmp_path: Path) -> None:
@@ -300,6 +335,88 @@ def test_folders_match_names_whatever_their_ending(tmp_path: Path) -> None:
     ]
 
 
+def laid_out(layout: str, root: Path) -> Data:
+    names = ["a.nii", "b.nii"]
+    return {"decathlon": decathlon, "nnunet": nnunet, "folders": lambda _: folders(root, names, names)}[layout](root)
+
+
+@pytest.mark.parametrize("layout", ["decathlon", "nnunet", "folders"])
+def test_endings_in_upper_case_are_read_in_every_layout(tmp_path: Path, layout: str) -> None:
+    data = laid_out(layout, tmp_path)
+    before = [case.id for case in read_dataset(data).cases]
+    for path in tmp_path.glob("*/a*.nii*"):
+        path.rename(path.with_name(path.name.replace(".nii", ".NII").replace(".gz", ".Gz")))
+    if layout == "decathlon":
+        text = checked(data, full=False)
+        assert told(text[:1], [["a: ", "a.nii.gz: no such file, but a.NII.Gz is there"]])
+        content = (tmp_path / "dataset.json").read_text()
+        (tmp_path / "dataset.json").write_text(content.replace("/a.nii.gz", "/a.NII.Gz"))
+    dataset = read_dataset(data)
+    assert [case.id for case in dataset.cases] == before
+    assert not errors([line for line in checked(data) if "a: " in line]) and dataset.cases[0].label is not None
+
+
+@pytest.mark.parametrize("layout", ["decathlon", "nnunet", "folders"])
+def test_volumes_that_are_left_out_are_named_once(
+    tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = laid_out(layout, tmp_path)
+    images = read_dataset(data).cases[0].images[0].parent
+    for name in ("x.nrrd", "y.MHA", "z.hdr", "z.img", "._w.mgz", "notes.txt", "v.dcm"):
+        (images / name).touch()
+    parts = ["1 .nrrd (", "/x.nrrd)", "1 .mha (", "/y.MHA)", "1 .hdr/.img pair (", "1 .dcm (", "to .nii.gz"]
+    (line,) = [line for line in checked(data, full=False) if "not read" in line]
+    assert holds(line, parts) and line.startswith(WARNING) and "txt" not in line and "mgz" not in line
+    if layout == "nnunet":  # a third channel of two
+        shutil.copy(images / "a_0001.nii.gz", images / "a_0002.nii.gz")
+        assert read_dataset(data).left_out[0].endswith(f"1 ({images / 'a_0002.nii.gz'})")
+
+
+def test_a_data_set_of_another_format_is_named(tmp_path: Path) -> None:
+    data = folders(tmp_path, ["a.nii"], ["a.nii"])
+    for folder in ("images", "labels"):
+        (tmp_path / folder / "a.nii").rename(tmp_path / folder / "a.hdr")
+        (tmp_path / folder / "a.img").touch()
+        where = f"{tmp_path / 'labels'}"
+        parts = (
+            ["no image of that name", "1 .hdr/.img pair"] if folder == "images" else ["lists no case", "1 .hdr/.img"]
+        )
+        assert told([refusal(data)], [[where, *parts]])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "parts"),
+    [
+        ("imagesTr/a_0000.nii.gz", "imagesTr/a_0000.nii", ["/imagesTr: a_0000.nii and a_0000.nii.gz", " two "]),
+        ("labelsTr/a.nii.gz", "labelsTr/a.NII.GZ", ["/labelsTr: a.NII.GZ and a.nii.gz", " two "]),
+    ],
+)
+def test_two_files_of_one_name_are_refused(tmp_path: Path, old: str, new: str, parts: list[str]) -> None:
+    data = nnunet(tmp_path)
+    shutil.copy(tmp_path / old, tmp_path / new)
+    assert holds(refusal(data), parts)
+
+
+def test_label_maps_that_are_called_as_channels_are_refused(tmp_path: Path) -> None:
+    data = nnunet(tmp_path)
+    for name in ("a", "b_0001"):
+        path = tmp_path / f"labelsTr/{name}.nii.gz"
+        path.rename(path.with_name(f"{name}_0000.nii.gz"))
+    parts = ["without _0000", "rename it to a.nii.gz", "1 more"]
+    assert told([refusal(data)], [[f"{tmp_path / 'labelsTr/a_0000.nii.gz'}: ", *parts]])
+    data = folders(tmp_path / "f", ["a.nii", "b.nii"], ["a_0000.nii", "b.nii"])
+    assert holds(refusal(data), ["/labels/a_0000.nii: ", "its case, a,"])
+    data = folders(tmp_path / "g", ["a_0000.nii", "a_0001.nii"], ["a_0000.nii"])
+    assert holds(refusal(data), ["/labels/a_0000.nii: ", "rename it to a.nii"])
+
+
+def test_files_that_end_otherwise_than_dataset_json_says_are_read(tmp_path: Path) -> None:
+    data = nnunet(tmp_path, file_ending=".nii")
+    dataset = read_dataset(data)
+    assert len(dataset.cases) == 3 and not errors(checked(data, full=False))
+    assert holds(dataset.left_out[0], [str(tmp_path / "dataset.json"), "'.nii'", " 8 files "])
+
+
 def test_folders_with_several_channels(tmp_path: Path) -> None:
     dataset = read_dataset(folders(tmp_path, ["a_0001.nii", "a_0000.nii"], ["a.nii"]))
     assert dataset.channels == ("channel_0", "channel_1")
@@ -323,7 +440,7 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
         (["a.nii"], ["a.nii", "b.nii", "c.nii", "d.nii"], ["/labels/b.nii: ", " c, d;"]),
         (["twin.nii"], ["twin.nii", "twin.nii.gz"], ["/labels: ", "twin"]),
         (["a_0000.nii", "a_0002.nii"], ["a.nii"], ["a: ", "/images/a_0001 ", "/images/a_0002.nii", "a_0000, a_0001"]),
-        (["a_0000.nii", "a_0000.nii.gz"], ["a.nii"], ["a: ", "/images/a_0001 ", "/images/a_0000.nii.gz"]),
+        (["a_0000.nii", "a_0000.nii.gz"], ["a.nii"], ["/images: a_0000.nii and a_0000.nii.gz ", " two "]),
         (["b.nii", "a_0001.nii", "a_0002.nii"], ["a.nii", "b.nii"], ["/labels/a.nii: a_0000 ", "/images"]),
         pytest.param([f"{'a' * 249}.nii"], [f"{'a' * 249}.nii"], ["249", ".nii.gz", "255"], id="long name"),
         ([f"{'ä' * 125}.nii"], [f"{'ä' * 125}.nii"], ["125", ".nii.gz", "255"]),
@@ -427,7 +544,7 @@ def parts(ids: list[str], data: Data) -> tuple[list[str], list[str]]:
     return [case.id for case in train], [case.id for case in val]
 
 
-def listed(folder: Path, content: dict) -> Data:
+def listed(folder: Path, content: dict | list) -> Data:
     (folder / "s.json").write_text(json.dumps(content))
     return Data(split=str(folder / "s.json"), fold=0, folds=5, val_fraction=0.4)
 
@@ -472,9 +589,41 @@ def test_a_split_file_goes_before_the_fold_and_the_fold_before_the_share(tmp_pat
     assert parts([*"abcde"], data)[1] == ["b", "d"]
 
 
+def test_of_a_list_of_splits_that_of_the_fold_is_taken(tmp_path: Path) -> None:
+    """As of nnU-Net's splits_final.json."""
+    splits = [{"train": IDS[fold + 1 :], "val": [IDS[fold]]} for fold in range(3)]
+    data = listed(tmp_path, splits)
+    data.folds = 3
+    for data.fold in range(3):
+        assert parts(IDS, data) == (IDS[data.fold + 1 :], [IDS[data.fold]])
+    for data.fold, data.folds, wanted in ((None, 5, "data.fold, from 0 to 2"), (1, 5, "add data.folds=3")):
+        with pytest.raises(UserError, match=f"a list of 3 splits.*{wanted}"):
+            parts(IDS, data)
+    data = listed(tmp_path, splits[:1])
+    data.fold = None
+    assert parts(IDS, data)[1] == IDS[:1]
+    compose.compose(["data.fold=0", f"data.split={data.split}"])
+
+
+def test_a_split_may_name_files_and_numbers(tmp_path: Path) -> None:
+    data = listed(tmp_path, {"train": ["imagesTr/12_0000.nii.gz", "13.nii"], "val": [14, " 15 "]})
+    assert parts(["12", "13", "14", "15"], data) == (["12", "13"], ["14", "15"])
+
+
+def test_cases_that_a_split_leaves_out_are_counted(tmp_path: Path) -> None:
+    dataset = read_dataset(decathlon(tmp_path))
+    data = listed(tmp_path, {"train": ["a"], "val": ["c"]})
+    lines = list(unused(dataset, data, *split(dataset, data)))
+    idle = [f"data.fold=0 does nothing beside data.split={data.split}"]
+    assert told(lines, [idle, [f"{data.split}: 2 of 4 ", "not used (b, d)"]])
+
+
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
+        ([], ["holds no split;", '{"train": [ids], "val": [ids]}']),
+        ([1], ["entry 0 ", " 1;"]),
+        ({"training": IDS[:2]}, ['"train" ', "['training']"]),
         ({"train": IDS[:2]}, ['"val" ', '{"train": [ids], "val": [ids]}']),
         ({"train": [], "val": IDS[:1]}, ['"train" ', '{"train": [ids], "val": [ids]}']),
         ({"train": "case_001", "val": IDS[:1]}, ['"train" ', '{"train": [ids], "val": [ids]}']),
@@ -486,7 +635,9 @@ def test_a_split_file_goes_before_the_fold_and_the_fold_before_the_share(tmp_pat
         ({"train": [IDS[0], IDS[0]], "val": IDS[1:2]}, ['"train" ', "case_000"]),
     ],
 )
-def test_a_split_file_that_cannot_be_followed_is_refused(tmp_path: Path, content: dict, wanted: list[str]) -> None:
+def test_a_split_file_that_cannot_be_followed_is_refused(
+    tmp_path: Path, content: dict | list, wanted: list[str]
+) -> None:
     with pytest.raises(UserError) as caught:
         parts(IDS, listed(tmp_path, content))
     start, *rest = wanted
@@ -499,6 +650,7 @@ def test_a_split_file_that_cannot_be_followed_is_refused(tmp_path: Path, content
         (IDS, Data(fold=0, folds=14), r"^data\.folds=14 .*\b13\b.*data\.folds=13$"),
         (["a"], Data(), r"^T: 1 .*data\.semi=true"),
         (["a", "b"], Data(split="no.json"), r"^no\.json: .*data/README\.md"),
+        (["a", "b"], Data(split="splits_final.pkl"), r"^data\.split=splits_final\.pkl: a pickle .*JSON"),
     ],
 )
 def test_a_split_that_cannot_be_made_is_refused(ids: list[str], data: Data, wanted: str) -> None:

@@ -28,6 +28,7 @@ from nifti_files import (
     image,
     label,
     rewrite,
+    stated_twice,
     told,
     write,
     write_header,
@@ -214,7 +215,12 @@ def test_a_label_map_holds_classes_and_the_ignored_value(
         assert told(lines[:1], [[f"a: {path}: {start}", *rest]])
         with pytest.raises(UserError) as caught:
             prepare_data(data)
-        assert str(caught.value).startswith(lines[0])  # and names a map that suits the file
+        fault, _, remedy = lines[0].partition("; correct the file, or add 'data.label_map=")
+        assert str(caught.value).startswith(fault) and bool(remedy) == ("'data.label_map=" in str(caught.value))
+
+
+OTHER_AXES = LPS @ np.array([[1, 0, 0, 0], [0, -1, 0, 4], [0, 0, 1, 0], [0, 0, 0, 1]])  # the grid of LPS, 5 voxels in y
+TURNED = LPS[:, [1, 0, 2, 3]]
 
 
 @without("unet3d.data.grids.SAME_GRID", math.inf, only="shifted-False")
@@ -225,9 +231,11 @@ def test_a_label_map_holds_classes_and_the_ignored_value(
         (label((6, 5, 3)), LPS, ["(6, 5, 3)", "(6, 5, 4)"], False),
         (label(), SHIFTED, [" 1 "], True),
         (label(), FLIPPED, [" 10 "], True),
+        (label(), OTHER_AXES, ["LAS", "LPS", "reorient it to LPS"], True),
+        (label((5, 6, 4)), TURNED, ["PLS", "LPS", "reorient it to LPS"], False),
         (label(), NOISY, None, True),
     ],
-    ids=["size", "shifted", "flipped", "rounded"],
+    ids=["size", "shifted", "flipped", "other axes", "turned", "rounded"],
 )
 def test_a_label_map_elsewhere_is_an_error_or_by_choice_a_warning(
     tmp_path: Path, voxels: np.ndarray, where: np.ndarray, parts: list[str] | None, accepted: bool, full: bool
@@ -247,7 +255,7 @@ def test_a_fourth_axis_must_match_the_channels(tmp_path: Path) -> None:
 
 def odd(path: Path, kind: str) -> None:
     stored, slanted = nib.Nifti1Image(image(), LPS), LPS.copy()
-    slanted[0, 1] = 0.5
+    slanted[0, 1] = 0.1
     if kind == "sheared":
         stored.set_sform(slanted, code=1)
         stored.set_qform(None, code=0)
@@ -263,14 +271,14 @@ def odd(path: Path, kind: str) -> None:
         write_header(write_header(path, "qform_code", 1), "quatern", 0.6, 0.6, 0.6)
 
 
-@without("unet3d.data.validate.SHEAR", 2.0, only="sheared")
+@without("unet3d.data.headers.SHEAR", 2.0, only="sheared")
 @without("unet3d.data.grids.MM", range(8), only="yards")
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
         ("sheared", ["sheared"]),
         ("unplaced", ["sform", "qform"]),
-        ("twofold", ["sform", "qform"]),
+        ("twofold", ["sform and qform place voxels up to 10 mm apart", "LPS and RPS", "data.affine="]),
         ("bent", ["qform", "sform"]),
         ("metres", ["meter", "mm", "data.spacing"]),
         ("yards", [" 7;", "mm", "data.spacing"]),
@@ -297,6 +305,43 @@ def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
         )
 
 
+@without("unet3d.data.forms.SAME_SIZE", 10.0)
+def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = decathlon(tmp_path)
+    for path in tmp_path.glob("*/*.nii.gz"):
+        stated_twice(path)
+    parts = [
+        "1 x 1 x 1 mm by its sform",
+        "1 x 1.5 x 2.5 mm by its qform and pixdim",
+        "sform is taken",
+        "(8 such files)",
+    ]
+    wanted = [[f"{WARNING}a: {tmp_path / 'imagesTr/a.nii.gz'}: ", *parts, "data.affine="]]
+    assert told(checked(data), wanted) and told(checked(data, full=False), wanted)
+    assert prepare_data(data).spacing == (1, 1, 1)
+    assert told(capsys.readouterr().err.splitlines(), wanted)
+    for data.affine, spacing in (("sform", (1, 1, 1)), ("qform", (1, 1.5, 2.5)), ("pixdim", (1, 1.5, 2.5))):
+        assert checked(data) == [] and prepare_data(data).spacing == pytest.approx(spacing)
+    write_header(tmp_path / "imagesTr/b.nii.gz", "qform_code", 0)
+    write_header(tmp_path / "labelsTr/b.nii.gz", "qform_code", 0)
+    data.affine = "qform"
+    parts = ["by its sform", "mm by its pixdim", "sform is taken", "(2 such files)"]
+    assert told(checked(data), [[f"{WARNING}b: {tmp_path / 'imagesTr/b.nii.gz'}: ", *parts]]), "it has no qform"
+
+
+def test_headers_alone_put_a_label_map_elsewhere(tmp_path: Path) -> None:
+    """As where a program has read the image by its qform."""
+    data = decathlon(tmp_path)
+    for name in "abcd":
+        stated_twice(tmp_path / f"imagesTr/{name}.nii.gz")
+    lines = errors(checked(data))
+    assert len(lines) == 4 and all("by their qform both have one grid: add data.affine=qform" in line for line in lines)
+    data.affine = "qform"
+    assert checked(data) == []
+
+
 def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     path = tmp_path / "dataset.json"
@@ -304,6 +349,24 @@ def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
     del content["training"][0]["label"]
     path.write_text(json.dumps(content))
     assert told(checked(data), [[f"{WARNING}a: {tmp_path / 'imagesTr/a.nii.gz'}: "]])
+    line = [f"{WARNING}Small: 1 of 4 cases have no label map: not used (a);"]
+    assert told(checked(data, full=False), [line]), "once, as a run says it"
+
+
+def test_another_number_of_cases_than_dataset_json_announces_is_warned_of(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    for number, lines in ((4, []), ("4", []), (99, [[f"{WARNING}Small: numTraining is 99, but 4 cases "]])):
+        rewrite(tmp_path, numTraining=number)
+        assert told(checked(data), lines)
+
+
+def test_a_class_that_is_called_ignore_but_learned_is_warned_of(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    rewrite(tmp_path, labels={"0": "background", "1": "organ", "2": "Ignore"})
+    for full in (False, True):
+        assert told(checked(data, full), [[f"{WARNING}Small: Ignore is learned ", "data.ignore=2"]])
+    data.ignore = 2
+    assert checked(data) == []
 
 
 def test_a_case_and_a_part_without_a_class_are_warned_of(tmp_path: Path) -> None:
@@ -312,10 +375,11 @@ def test_a_case_and_a_part_without_a_class_are_warned_of(tmp_path: Path) -> None
     write(paths["a"], np.zeros((6, 5, 4), np.uint8))
     for name in "bd":
         write(paths[name], label(classes=2))
-    lines = [[f"{WARNING}a: {paths['a']}: "], [f"{WARNING}Small: tumour ", " train "]]
+    lines = [[f"{WARNING}a: {paths['a']}: "], [f"{WARNING}Small: tumour ", " training ", " held-out ones;"]]
     assert told(checked(data), lines)
     write(paths["c"], label(classes=2))
-    assert told(checked(data), [*lines, [f"{WARNING}Small: tumour ", " val "]])
+    lines[1][2] = " leave the class out"
+    assert told(checked(data), [*lines, [f"{WARNING}Small: tumour ", " held-out "]])
 
 
 def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> None:
@@ -324,6 +388,70 @@ def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> N
     for name in "abd":
         write(tmp_path / f"labelsTr/{name}.nii.gz", label(classes=1) + 3 * (label(classes=2) > 0).astype(np.uint8))
     assert told(errors(checked(data)), [["Small: "]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("held out", ["tumour in no training case, ", " held-out ones;"]),
+        ("absent", ["tumour in no training case, ", " check the label maps,"]),
+        ("resampled", ["tumour in no training case at data.spacing=[4, 4, 4], ", " finer data.spacing"]),
+        ("sparse", ["tumour in no slice that is learned from, ", " held-out ones;"]),
+        ("ignored", ["every held-out voxel is ignored: ", " no best.pt;"]),
+        ("healthy", ["no foreground in any held-out case: ", " 0, or n/a"]),
+        ("empty", ["no foreground in any training case; nothing to learn"]),
+        ("sound", []),
+    ],
+)
+def test_a_run_says_which_classes_it_cannot_learn_or_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, wanted: list[str]
+) -> None:
+    """Before its first step. Case c is held out."""
+    data = decathlon(tmp_path)
+    data.cache, data.cache_root = "disk" if kind in ("held out", "sparse") else "memory", str(tmp_path / "cache")
+    data.intensity, data.ignore = "zscore", 9
+    organ = np.zeros((6, 5, 4), np.uint8)
+    organ[:4] = 1
+    rare, held_out = organ.copy(), organ.copy()
+    rare[5, 4, 3] = 2
+    if kind == "sparse":
+        data.sparse = [1, 0, 0]
+    if kind == "resampled":
+        data.spacing = [4, 4, 4]
+    if kind in ("ignored", "healthy"):
+        held_out[:] = 9 if kind == "ignored" else 0
+    elif kind != "absent":
+        held_out = rare
+    learned = {"held out": organ, "absent": organ, "empty": np.zeros_like(organ)}.get(kind, rare)
+    for name in "abcd":
+        write(tmp_path / f"labelsTr/{name}.nii.gz", held_out if name == "c" else learned)
+    if kind == "empty":
+        with pytest.raises(UserError, match=r"^Small: no foreground in any training case; there is nothing to learn"):
+            prepare_data(data)
+        return
+    prepare_data(data)
+    lines = capsys.readouterr().err.splitlines()
+    assert told(lines, [[f"{WARNING}Small: {wanted[0]}", *wanted[1:]]] if wanted else [])
+    if kind == "resampled":
+        line = [f"{WARNING}Small: {wanted[0]}", "all voxels are lost by resampling; give a finer data.spacing"]
+        assert told(checked(data)[:1], [line])
+
+
+def test_check_data_names_the_plan_that_its_data_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = decathlon(tmp_path)
+    words = ["data=decathlon", f"data.root={data.root}"]
+    for path in (tmp_path / "labelsTr").iterdir():
+        write(path, np.array([0, 1, 4], np.uint8)[label()])
+    option = "'data.label_map={1:1,2:4}'"
+    assert face("check-data", *words, "data.patch=[8,8,4]", "model=unet_tiny") == 2
+    out = capsys.readouterr().out
+    assert f"\nnext: python -m unet3d plan {' '.join(words)} {option}\n" in out and "\n1 problem," in out
+    rewrite(tmp_path, labels={"0": "background", "1": "organ", "4": "tumour"})
+    assert face("check-data", *words) == 2
+    assert f"\nnext: python -m unet3d plan {' '.join(words)} {option}\n" in capsys.readouterr().out
+    (tmp_path / "imagesTr" / "a.nii.gz").unlink()
+    assert face("check-data", *words) == 2
+    assert "next: " not in capsys.readouterr().out, "no plan mends that"
 
 
 def none(*_: object) -> tuple[()]:
@@ -433,6 +561,21 @@ def test_the_same_channels_in_another_order_are_the_same_image(tmp_path: Path, c
         prepare_data(data)
     assert told([str(caught.value)], [wanted])
     assert told(errors(checked(data)), [wanted])
+
+
+def test_what_only_a_rule_or_a_digest_makes_equal_are_two_images(tmp_path: Path) -> None:
+    data, seen, unseen = held_out(tmp_path)
+    data.intensity, data.cache_root = "zscore", str(tmp_path / "cache")
+    voxels = image((6, 4, 4)).round()
+    parity = (np.indices(voxels.shape).sum(0) % 2).astype(np.float32)
+    for path in (seen, unseen):
+        write(tmp_path / "labelsTr" / path.name, label((6, 4, 4)))
+    corners = parity * np.array([1, 0, 0, 1])  # of it and of its opposite, planes along each axis hold equal values
+    for first, second in ((voxels, voxels * 2 + 10), (parity, parity * 3 + 1), (corners, corners[::-1] * 2)):
+        write(seen, first.astype(np.float32)), write(unseen, second.astype(np.float32))
+        for data.cache in ("memory", "disk", "off"):
+            prepare_data(data)
+        assert errors(checked(data)) == []
 
 
 def test_the_same_values_elsewhere_are_another_image(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset
 from unet3d.data.grids import drawn
+from unet3d.data.headers import WARNING
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import region_words
 from unet3d.data.prepare import prepare_data
@@ -67,6 +68,11 @@ def test_lists_of_one_are_labels_as_in_nnunet(tmp_path: Path, changes: dict) -> 
         ({"labels": LABELS | {"tumor_core": [0, 2]}}, ["'tumor_core'", "background", "not scored"]),
         ({"labels": LABELS | {"background": [0]}}, ['add "background": 0']),
         ({"labels": {"whole": [1, 2], "core": 2}, "regions_class_order": [1, 2]}, ['add "background": 0']),
+        (
+            {"labels": {"background": 0, "core": 2, "whole": [1, 2]}, "regions_class_order": [2, 1]},
+            ["'whole' is drawn over 'core'", "outer regions first", "whole as 1, core as 2"],
+        ),
+        ({"labels": LABELS | {"rim ": 3}, "regions_class_order": [1, 2, 3, 3]}, ["'rim '", "write 'rim'"]),
         ({"labels": LABELS | {"tumor_core": [2, "3"]}}, ["'tumor_core'", "'3'", "list of labels"]),
         ({"labels": LABELS | {"tumor_core": 2.0}}, ["'tumor_core'", "2.0"]),
         ({"labels": LABELS | {"tumor_core": [2, -3]}}, ["'tumor_core'", "65535"]),
@@ -83,6 +89,28 @@ def test_a_dataset_json_with_wrong_regions_is_refused_in_one_line(tmp_path: Path
     text = refusal(data)
     assert told([text], [[str(tmp_path / "brain" / "dataset.json"), *parts]]) and len(text) < 600
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("labels", "order", "wanted"),
+    [
+        (LABELS, [1, 2, 3], None),
+        (LABELS, [1, 3, 3], "2 is drawn as 3: label maps show 'enhancing' there too"),
+        (LABELS, [2, 2, 3], "1 is drawn as 2: label maps show 'tumor_core' there too"),
+        (
+            {"background": 0, "a": [1, 2], "b": [2, 3]},
+            [1, 3],
+            "2 is drawn as 3: label maps do not show 'a' there",
+        ),
+        ({"background": 0, "a": [1, 2], "b": [1, 2], "c": 3}, [1, 2, 3], None),
+    ],
+)
+def test_labels_that_are_drawn_as_another_regions_are_warned_of(
+    tmp_path: Path, labels: dict, order: list[int], wanted: str | None
+) -> None:
+    data = brain(tmp_path, cases=2, labels=labels, regions_class_order=order)
+    lines = [[f"{WARNING}brain: label {wanted};"]] if wanted else []
+    assert told(checked(data, full=False), lines)
 
 
 def test_an_entry_of_another_name_can_hold_the_background(tmp_path: Path) -> None:
@@ -121,6 +149,14 @@ def test_data_regions_are_of_any_layout(tmp_path: Path) -> None:
         ({"regions": {"body": [1, 2]}, "regions_class_order": [1]}, ["'lesion' is in no region"]),
         ({"regions": {"body": [1, 2, 3, 4]}, "regions_class_order": [1]}, ["'body'", "label 4"]),
         ({"regions": {"background": [1, 2, 3]}, "regions_class_order": [1]}, ["background"]),
+        (
+            {
+                "label_map": {0: 3, 1: 1, 2: 2},
+                "regions": {"core": [2, 3], "whole": [1, 2]},
+                "regions_class_order": [2, 1],
+            },
+            ["'whole' is drawn over 'core'"],
+        ),
         ({"label_map": {1: 2, 2: 3}, "regions": {"body": [1, 2, 3]}, "regions_class_order": [1]}, ["drawn as 1"]),
     ],
     ids=str,
@@ -147,6 +183,7 @@ def test_data_regions_beside_those_of_dataset_json_are_refused(tmp_path: Path) -
         (["data.regions=[1,2]", "data.regions_class_order=[1]"], "{whole:"),
         (["data.regions={a:[]}", "data.regions_class_order=[1]"], "no label"),
         (["data.regions={}", "data.regions_class_order=[]"], "no region"),
+        (["data.regions={core:2,whole:[1,2]}", "data.regions_class_order=[2,1]"], "drawn over 'core'"),
         (["data.regions={a:[1,2]}", "data.regions_class_order=[1]", "data.classes=[b,c]"], "data.classes"),
         (["model.classes=1"], "model.classes=1"),
         (["model.regions=[[1,2],[2]]"], "model.regions_class_order is missing"),

@@ -364,6 +364,9 @@ def test_files_and_options_that_change_have_other_entries(data: Data) -> None:
     data.ignore = 200
     ready(data)
     assert len([*root.iterdir()]) == count + 9
+    data.affine = "qform"
+    ready(data)
+    assert len([*root.iterdir()]) == count + 13
 
 
 def test_the_scale_of_ct_follows_the_training_cases(data: Data) -> None:

@@ -19,7 +19,6 @@ from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset
 from unet3d.data.disk_cache import key_of
-from unet3d.data.headers import WARNING
 from unet3d.data.labels import numbered, proposal, written_values, written_words
 from unet3d.data.prepare import prepare_data
 from unet3d.data.preprocess import CaseReader
@@ -136,8 +135,8 @@ def _classes(data: Data) -> list[str]:
 
 
 def proposals(lines: list[str]) -> list[str]:
-    """Return the warnings that name a map."""
-    return [line for line in lines if line.startswith(WARNING) and "data.label_map=" in line]
+    """Return the problems that name a map."""
+    return [line for line in errors(lines) if "data.label_map=" in line]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +154,8 @@ def test_check_data_proposes_a_map_that_then_has_no_problem(
     lines = checked(data)
     held = ", ".join(map(str, values))
     # once for all files, not for each
-    assert told(proposals(lines), [[f"{WARNING}{tmp_path.name}: ", f" {held};", f" {option}"]])
-    assert len(errors(lines)) == 4 and "data.label_map" not in " ".join(errors(lines))
+    wanted = [f"{tmp_path.name}: ", " 4 cases ", f" {held}: add {option} ", f"{tmp_path / 'labels' / 'a.nii.gz'}: "]
+    assert told(errors(lines), [wanted])
     with pytest.raises(UserError, match=re.escape(f" {option}")):
         prepared(data)
     mapped = _as_written(data, option)
@@ -170,14 +169,13 @@ def test_the_map_that_is_proposed_holds_the_labels_of_all_files(tmp_path: Path) 
     data = folders(tmp_path, (0, 1, 4), ["air", "x", "y"])
     write(tmp_path / "labels" / "b.nii.gz", label() // 2 * 2)
     (line,) = proposals(checked(data))
-    assert holds(line, [" 0, 1, 2, 4;", "{1:1,2:2,3:4}'", " 4 ", "data.classes"])
+    assert holds(line, [" 0, 1, 2, 4: ", "'data.label_map={1:1,2:2,3:4}' 'data.classes=[air,x,y,label_4]'"])
 
 
 def test_labels_that_neither_map_nor_names_know_are_an_error(tmp_path: Path) -> None:
     data = replace(folders(tmp_path, (0, 1, 2, 7), ["air", "x"]), label_map={1: [1, 2]})
     lines = checked(data)
-    assert holds(errors(lines)[0], [" 7;", " 0, 1, 2;"])
-    assert [line for line in proposals(lines) if line.endswith(" 'data.label_map={0:[0,7],1:[1,2]}'")]
+    assert holds(errors(lines)[0], [" 7;", " 0, 1, 2)", " add 'data.label_map={0:[0,7],1:[1,2]}' "])
     assert errors(checked(replace(data, label_map={0: [0, 7], 1: [1, 2]}))) == []
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from guards import nothing, without
 from nibabel.arrayproxy import ArrayProxy
-from nifti_files import LPS, holds, image, label, write, write_header
+from nifti_files import LPS, holds, image, label, stated_twice, write, write_header
 
 from unet3d.base.errors import UserError
 from unet3d.data import nifti, nifti_labels, nifti_write
@@ -35,10 +35,13 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["plain.nii", "packed.nii.gz", "Bild 1 µm é.nii.gz"])
+@pytest.mark.parametrize("name", ["plain.nii", "packed.nii.gz", "Bild 1 µm é.nii.gz", "A.NII.GZ", "a.Nii"])
 def test_compressed_or_not_the_voxels_are_the_same(tmp_path: Path, name: str) -> None:
     voxels = image((6, 5, 4, 2))
-    assert np.array_equal(read(write(tmp_path / name, voxels)), voxels)
+    write(tmp_path / f"x{name.lower()}", voxels).rename(tmp_path / name)
+    assert np.array_equal(read(tmp_path / name), voxels) and nifti.stem(tmp_path / name) == name.split(".")[0]
+    nifti_write.save_image(tmp_path / f"again {name}", nib.Nifti1Image(voxels, LPS))
+    assert np.array_equal(read(tmp_path / f"again {name}"), voxels)
 
 
 @pytest.mark.parametrize(("shape", "seen"), [((6, 5, 4, 1), (6, 5, 4)), ((6, 5, 4, 1, 3), (6, 5, 4, 3))])
@@ -153,7 +156,7 @@ def all_finite(values: np.ndarray) -> np.ndarray:
     return np.ones(np.shape(values), bool)
 
 
-@without("unet3d.data.nifti.LARGEST", np.inf, only="far")
+@without("unet3d.data.forms.LARGEST", np.inf, only="far")
 @without("numpy.isfinite", all_finite, only="nan size")
 @pytest.mark.parametrize(("fault", "parts"), FAULTS.values(), ids=FAULTS)
 def test_a_bad_header_is_refused_with_case_and_path(tmp_path: Path, fault: Callable, parts: list[str]) -> None:
@@ -192,6 +195,60 @@ def test_an_affine_that_overflows_is_refused_without_a_warning(tmp_path: Path) -
     stored.header["srow_x"] = 1e200, 0, 0, 10
     (tmp_path / "a.nii").write_bytes(stored.header.binaryblock + bytes(4) + image().tobytes("F"))
     assert holds(refusal(tmp_path / "a.nii"), ["1e+200", "sform"])
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ("auto", np.diag([-1, -1, 1, 1])),
+        ("sform", np.diag([-1, -1, 1, 1])),
+        ("qform", LPS),
+        ("pixdim", np.diag([-1, -1.5, 2.5, 1])),
+    ],
+    ids=["auto", "sform", "qform", "pixdim"],
+)
+def test_an_affine_is_that_of_the_form_and_the_header_stays_as_it_is(
+    tmp_path: Path, form: str, wanted: np.ndarray
+) -> None:
+    path = stated_twice(write(tmp_path / "a.nii", image()))
+    found = nifti.open_image("a", path, form)
+    np.testing.assert_allclose(found.affine, wanted, atol=1e-5)
+    for name in ("sform", "qform"):
+        assert np.array_equal(getattr(found, f"get_{name}")(), getattr(nib.load(path), f"get_{name}")())
+    nifti_write.save_labels(tmp_path / "map.nii", label(), found)
+    assert np.array_equal(nib.load(tmp_path / "map.nii").affine, nib.load(path).affine), "as viewers show the image"
+    if form in ("sform", "qform"):
+        write_header(path, f"{form}_code", 0)
+    taken = {"sform": LPS, "qform": np.diag([-1, -1, 1, 1])}.get(form, wanted)
+    np.testing.assert_allclose(nifti.open_image("a", path, form).affine, taken, atol=1e-5)
+
+
+BENT = ("quatern", 0.6, 0.6, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "parts"),
+    [
+        ("auto", [("srow_x", 0, 0, 0, 0)], ["correct its sform, or take data.affine=qform"]),
+        ("pixdim", [("srow_x", 0, 0, 0, 0)], ["correct its sform, or take data.affine=qform"]),
+        ("qform", [BENT], ["qform that is no rotation", "correct its qform, or take data.affine=sform"]),
+        ("auto", [BENT, ("sform_code", 0)], ["qform that is no rotation", "correct its qform"]),
+        ("qform", [("srow_x", 0, 0, 0, 0)], []),
+        ("sform", [BENT], []),
+    ],
+)
+def test_a_form_that_is_no_affine_is_refused_with_one_that_is(
+    tmp_path: Path, form: str, fields: list[tuple], parts: list[str]
+) -> None:
+    path = stated_twice(write(tmp_path / "a.nii", image()))
+    for field in fields:
+        write_header(path, *field)
+    if not parts:
+        nifti.open_image("a", path, form)
+        return
+    with pytest.raises(UserError) as caught:
+        nifti.open_image("a", path, form)
+    assert holds(str(caught.value), [f"a: {path}: has ", *parts]) and "replace" not in str(caught.value)
 
 
 def with_extension(path: Path, code: int, content: bytes, offset: float) -> Path:

@@ -25,6 +25,7 @@ from unet3d.data.headers import WARNING
 from unet3d.data.intensity import Intensity, checked_intensity, intensity_rules, normalise
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.prepare import prepare_data
+from unet3d.data.seen import Seen
 from unet3d.run.predict import Segmenter
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
@@ -73,6 +74,83 @@ def test_ct_clips_and_uses_the_training_sets_scale() -> None:
 def test_ct_without_foreground_is_refused() -> None:
     with pytest.raises(UserError, match=r"^data\.intensity=ct: .*\bzscore$"):
         intensity_rules("ct", ("CT",), iter([np.zeros((1, 0), np.float32)]))
+
+
+@pytest.mark.parametrize("ends", [(3071, 3071), (3071, 3071.01)])
+def test_a_foreground_of_one_value_is_no_scale_of_ct(ends: tuple[float, float]) -> None:
+    """As of a saturated scan: each image would become constant."""
+    single = np.linspace(*ends, 60, dtype=np.float32)[None]
+    with pytest.raises(UserError, match=r"^data\.intensity=ct: .*\b3071\b.*\bzscore$"):
+        intensity_rules("ct", ("CT",), iter([single]))
+    with pytest.raises(UserError, match=r"\bchannel late\b"):
+        intensity_rules("ct", ("early", "late"), iter([np.concatenate([image((1, 60)), single])]))
+    whole = np.array([[-1e30, 2e30, 3e30]], np.float32)
+    assert 1e30 < intensity_rules("ct", ("CT",), iter([whole]))[0].std < 3e30, "whose square is no float32"
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk", "off"])
+def test_an_image_that_its_rule_makes_constant_is_refused(tmp_path: Path, cache: str) -> None:
+    data = decathlon(tmp_path)
+    data.cache, data.cache_root = cache, str(tmp_path / "cache")
+    case(tmp_path, 5000 + image(), np.zeros((6, 5, 4), np.uint8), "a")
+    with pytest.raises(UserError, match=r"^a: .*a\.nii\.gz: .*\bconstant\b.*\bzscore$"):
+        prepare_data(data)
+    data.intensity = "zscore"
+    prepare_data(data)
+
+
+def test_images_without_contrast_are_warned_of_and_refused_where_none_has_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = decathlon(tmp_path)
+    data.intensity = "zscore"
+    for number, name in enumerate("abd"):
+        prepare_data(data)
+        warned = [line for line in capsys.readouterr().err.splitlines() if "one value" in line]
+        assert told(warned, [["warning: channel CT ", f" {number} of 3 "]] if number else [])
+        case(tmp_path, np.full((6, 5, 4), number, np.int16), label(), name)
+    with pytest.raises(UserError, match=r"\bone value\b"):
+        prepare_data(data)
+
+
+UNLIKE = {  # what is done to an image, by what is said of it under each rule: numbers of it and of training
+    "more": (lambda voxels: voxels + 1024, {"ct": ("above", "other units"), "none": ("above", "other units")}),
+    "less": (lambda voxels: voxels - 1024, {"ct": ("below", "other units"), "none": ("below", "other units")}),
+    "of 0 to 1": (lambda voxels: voxels / 2000, {"ct": ("below", "other units"), "none": ("other units",)}),
+    "of one value": (lambda voxels: voxels * 0 + 90, {kind: ("span 0",) for kind in ("ct", "zscore", "none")}),
+    "with an outlier": (lambda voxels: np.where(voxels == voxels.max(), 1e9, voxels), {"zscore": ("span",)}),
+    "alike": (lambda voxels: voxels * 1.01 + 1, {}),
+}
+
+
+@pytest.mark.parametrize("kind", ["ct", "zscore", "none"])
+@pytest.mark.parametrize("cache", ["memory", "disk", "off"])
+def test_an_image_unlike_those_of_training_is_told(tmp_path: Path, kind: str, cache: str) -> None:
+    data = decathlon(tmp_path, shape=(12, 10, 8))
+    data.intensity, data.cache, data.cache_root = kind, cache, str(tmp_path / "cache")
+    ready = prepare_data(data)
+    seen, rules, held_out = ready.read.seen, ready.read.intensity, ready.val[0]
+    assert seen is not None and Seen.read(dataclasses.asdict(seen), 1) == seen == Seen.merged([seen, seen])
+    raw, grid = ready.read.read_volume(held_out).image, ready.headers[held_out.id].target
+    for change, said in UNLIKE.values():
+        lines = list(seen.differences(normalise(change(raw).astype(np.float32), rules), rules, grid, False))
+        expected = said.get(kind, ()) if cache != "off" or kind != "zscore" else ()
+        assert len(lines) == bool(expected) and all(word in lines[0] for word in expected), lines
+    image = normalise(raw, rules)
+    for axis, factor, is_resampled, said in (
+        (1, 1.4, False, ""),
+        (1, 1.6, False, "spacing"),
+        (0, 0.6, False, "spacing"),
+    ):
+        affine = grid.affine @ np.diag([factor if axis == n else 1 for n in range(4)])
+        lines = list(seen.differences(image, rules, grid._replace(affine=affine), is_resampled))
+        assert (
+            told(lines, [["its spacing is ", "in training 1x1.5x2.5 mm"]] if said else [])
+            or "in training 1x" in lines[0]
+        )
+        assert bool(said) == bool(lines)
+    wide = grid._replace(shape=(40, 10, 8))
+    assert told(list(seen.differences(image, rules, wide, True)), [["it covers 40x15x20 mm", " 12x15x20"]])
 
 
 @pytest.mark.parametrize("values", [{"kind": "odd"}, {"kind": "ct", "std": 0.0}, {"kind": "ct", "mean": np.nan}])

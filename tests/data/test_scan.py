@@ -91,7 +91,7 @@ def test_a_file_that_is_replaced_after_the_scan_is_read_as_it_was_scanned(tmp_pa
     one = case(tmp_path, image(), label())
     dataset_files = ImageFiles()
     with dataset_files.kept_open():
-        with dataset_files.scanned("a", one.images[0]):
+        with dataset_files.scanned(one, one.images[0]):
             pass
         one.images[0].rename(tmp_path / "moved.nii.gz")
         case(tmp_path, image(seed=9), label())

@@ -290,10 +290,11 @@ def _opened(path: Path, most: int) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, as_written: bool = False) -> Any:
     """Return the plain values of a YAML file, None where it is empty or missing. Raises UserError.
 
-    Aliases are refused: with them a small file describes values without end.
+    With `as_written` each scalar is the text that stands there. Aliases are refused: with them a small file describes
+    values without end.
     """
     text = read_text(path, LARGEST_YAML)
     depth = 0
@@ -305,7 +306,7 @@ def read_yaml(path: Path) -> Any:
                 depth -= 1
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_YAML:
                 raise ValueError(f"it has an alias, or more than {DEEPEST_YAML} levels")
-        values = yaml.safe_load(text)
+        values = yaml.BaseLoader(text).get_single_data() if as_written else yaml.safe_load(text)
         _refuse_odd_values(values)
         return values
     except (*TAGGED, yaml.YAMLError) as error:
@@ -316,7 +317,7 @@ def _refuse_odd_values(value: Any) -> None:
     """Raise ValueError for anything but texts, numbers, lists, mappings and None, at any depth."""
     is_long = isinstance(value, int) and value.bit_length() > 64
     if is_long or not isinstance(value, PLAIN):
-        raise ValueError("only numbers, texts, lists and mappings are allowed")
+        raise ValueError("only numbers, texts, lists and mappings are allowed; quote a date")
     parts: list[Any] = []
     if isinstance(value, dict):
         parts = [*value.keys(), *value.values()]

@@ -1,4 +1,7 @@
-"""Progress of long work: a bar with the time left on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: a bar with the time left on a terminal, a plain line now and then elsewhere.
+
+Each call is also a border at which a signal that was lost ends the work.
+"""
 
 import math
 import sys
@@ -19,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from unet3d.base import signals
 from unet3d.base.errors import escaped
 
 FIRST_LINE = 5.0  # seconds until the first plain line
@@ -77,6 +81,7 @@ class Counter:
 
     def _show(self, finished: float, part: str = "", note: str | None = None) -> None:
         """Show this many finished parts; `note` None: as before."""
+        signals.raise_again()
         self._shown = finished
         if self._task is not None:
             _display[0].update(self._task, completed=finished)
@@ -158,6 +163,7 @@ def parts(items: Sequence[Item], things: str = "", count: int = 0) -> Iterator[I
     for number, item in enumerate(items, start=1):
         yield item
         if not _open:
+            signals.raise_again()
             continue
         part = ""
         if things:
@@ -169,6 +175,7 @@ def parts(items: Sequence[Item], things: str = "", count: int = 0) -> Iterator[I
 
 def beat() -> None:
     """Say that the innermost counter's work goes on; for work of many small operations."""
+    signals.raise_again()
     if _open:
         _open[-1].beat()
 

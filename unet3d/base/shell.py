@@ -19,6 +19,11 @@ def training(overrides: Iterable[str]) -> str:
     return shlex.join([_python(), *program, *overrides])
 
 
+def shared(overrides: Iterable[str]) -> str:
+    """Return the same for a page that others get: it names no place on this machine."""
+    return shlex.join(["python", "-m", "unet3d", "train", *overrides])
+
+
 def _is_script(path: str) -> bool:
     """Return whether this path, from the working folder, is train.py."""
     try:

@@ -1,6 +1,11 @@
-"""Signals set a flag, which a run reads where it can stop in good order. Free of torch."""
+"""Signals set a flag, which a run reads where it can stop in good order. Free of torch.
+
+Python swallows what a handler raises within a weakref's callback or a `__del__`, and a library may. So what was
+raised is raised again by a further signal, and by `raise_again`, which every phase calls at its borders.
+"""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -11,10 +16,13 @@ from unet3d.base.errors import Preempted
 
 # from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+_answers: list[Callable[[], None]] = []  # of those who take signals, each raises what one has asked for; innermost last
 
 
 class Stop:
     """Call it to know whether a signal has asked to stop. A second SIGINT raises KeyboardInterrupt at once.
+
+    Where signals raise, a further one raises Preempted again, unless that is under way already.
 
     With several ranks a signal only sets the flag, so that all stop after the same step; within `interruptible` (a
     validation) it raises, and `signal_on_any_rank` tells the others after the case.
@@ -50,15 +58,35 @@ class Stop:
             self._raises = before
 
     def handle(self, number: int, _: FrameType | None) -> None:
-        """Keep the first signal, or raise."""
+        """Keep the first signal, and raise."""
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
         if self.asked is None:
             self.asked = signal.Signals(number)
-            if self._raises:
-                raise Preempted(f"stopped by {self.asked.name}")
+        self.answer()
+
+    def answer(self) -> None:
+        """Raise Preempted where a signal has asked to stop and may raise."""
+        if self.asked and self._raises and not _is_under_way():
+            raise Preempted(f"stopped by {self.asked.name}")
+
+
+def raise_again() -> None:
+    """Raise what a signal has asked for, if that was swallowed: for the borders of phases, cases and pictures."""
+    if _answers:
+        _answers[-1]()
+
+
+def _is_under_way() -> bool:
+    """Return whether what a signal raised is on its way up, through a `finally` or the end of a `with`."""
+    error = sys.exception()
+    while error is not None:
+        if isinstance(error, (Preempted, KeyboardInterrupt)):
+            return True
+        error = error.__context__
+    return False
 
 
 @contextmanager
@@ -80,14 +108,49 @@ def handled(handler: Callable[[int, FrameType | None], None], is_last: bool = Fa
 
 
 @contextmanager
+def _answering(answer: Callable[[], None]) -> Iterator[None]:
+    """Let `raise_again` call `answer` within."""
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.pop()
+
+
+@contextmanager
 def stopping() -> Iterator[Stop]:
     """Yield a Stop that receives the signals."""
     stop = Stop()
-    with handled(stop.handle):
+    with handled(stop.handle), _answering(stop.answer):
         yield stop
+
+
+@contextmanager
+def interrupted() -> Iterator[Stop]:
+    """Yield a Stop that SIGINT alone reaches, each time raising KeyboardInterrupt; none where SIGINT has a handler."""
+    stop = Stop()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        stop.asked = signal.SIGINT
+        signal.default_int_handler(number, frame)
+
+    def answer() -> None:
+        if stop.asked and not _is_under_way():
+            raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield stop
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        with _answering(answer):
+            yield stop
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ignore() -> None:
     """Ignore signals in a helper process: one to the whole group is for the parent, which then ends the helper."""
+    _answers.clear()
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)

@@ -31,7 +31,7 @@ def narrow_tables(title: str, table: Table, width: int) -> Group:
     Each part has the first column. A column that is wider than the room beside it is folded.
     """
     widths = _least_widths(table)
-    first_width = min(widths[0], width // 3)
+    first_width = min(widths[0], 2 * width // 5)
     room = width - 1 - first_width
     widths = [first_width, *(min(wanted, room) for wanted in widths[1:])]
     tables = []

@@ -15,12 +15,14 @@ MIB = 2**20
 
 def budget_bytes(text: str, option: str = "budget=") -> int:
     """Return the bytes of `8GiB`, `900 MiB`, `1.5GB`, given by `option`. Raises UserError."""
-    units = {"MIB": MIB, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,20})?)\s*([MG]i?B)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,20})?)\s*([KMGT])(i?)B", text.strip(), re.IGNORECASE)
     if not match or not float(match[1]):
-        raise UserError(f"{option}{text}: give an amount and a unit, MiB or GiB, e.g. {option}8GiB")
-    amount = float(match[1])
-    return int(amount * units[match[2].upper()])
+        advice = f"give an amount in digits and a unit, KiB, MiB, GiB or TiB, e.g. {option}8GiB"
+        if re.match(r"\s*\d+,\d", text):
+            advice = f"the decimal sign is a point: {option}{text.replace(',', '.')}"
+        raise UserError(f"{option}{text}: {advice}")
+    power = 1 + "KMGT".index(match[2].upper())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def host_bytes() -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,16 +21,19 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
+from unet3d.base.files import read_yaml
 from unet3d.config.earlier import of_today
-from unet3d.config.hydra_errors import ABOUT, in_one_line, nearest, quoted
+from unet3d.config.hydra_errors import ABOUT, in_one_line, nearest, point_for_comma, quoted
 from unet3d.config.plain_values import flat
 from unet3d.config.plan_file import read_plan
 from unet3d.config.rules import check
 from unet3d.config.schema import Config
-from unet3d.config.set_names import names_set
+from unet3d.config.set_names import files_of, names_set
+from unet3d.config.words import KINDS, as_written, refuse_misread
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
+NEEDED = ("model", "data", "loss", "optim")  # config groups
 MAPS = ("label_map", "regions")  # options of data that are maps
 CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 
@@ -106,13 +110,32 @@ def hydra_initialized() -> AbstractContextManager[None]:
 
 def compose_tree(overrides: Sequence[str]) -> Composed:
     """Compose these overrides, once. Raises UserError in one line."""
+    overrides = [as_written(word) for word in overrides]
+    for word in overrides:
+        group, _, choice = word.partition("=")
+        if choice.lower() == "null" and group in NEEDED:
+            raise UserError(f"{word}: a run needs one; leave it out, or choose from {', '.join(choices(group))}")
     with in_one_line(), hydra_initialized():
         tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
         HydraConfig.instance().cfg = tree  # type: ignore[assignment]  # for `${hydra:...}` in the name of a folder
     _refuse_merged(tree, overrides)
     composed = Composed(list(overrides), tree)
+    _refuse_misread_files(composed)
     apply_plan(composed)
     return composed
+
+
+def _refuse_misread_files(composed: Composed) -> None:
+    """Raise UserError where a text in one of the user's own YAML files is read as something else."""
+    folders = composed.file_folders()
+    if folders == [config_folder()]:
+        return
+    for group, choice in composed.tree.hydra.runtime.choices.items():
+        for name in [choice] if isinstance(choice, str) else choice or []:
+            for file in files_of(group, str(name), folders):
+                written = read_yaml(file.path, as_written=True)
+                written.pop("defaults", None)
+                refuse_misread(file.path, file.values, written, file.prefix.rstrip("."))
 
 
 def apply_plan(composed: Composed) -> None:
@@ -235,7 +258,7 @@ def to_yaml(config: Config) -> str:
 def parsed(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar. Raises UserError in one line."""
     with in_one_line():
-        words: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+        words: list[Override] = OverridesParser.create().parse_overrides([as_written(word) for word in overrides])
     return words
 
 
@@ -262,7 +285,17 @@ def _each_value(override: Override) -> list[str]:
         names = list(values.filter(choices(override.key_or_group)))
     else:
         names = list(override.sweep_string_iterator())
+        _refuse_comma(str(override.input_line).replace("'", ""), names)
     return [f"{override.get_key_element()}={name}" for name in names]
+
+
+def _refuse_comma(word: str, values: Sequence[str]) -> None:
+    """Raise UserError for a sweep that was meant as one number: `budget=1,5GiB`, whose 1 has no unit, `lr=0,01`."""
+    name, _, text = word.partition("=")
+    alone = {"budget": r"'?[\d.]+'?"}.get(name, r"0\d+" if KINDS.get(name, "").startswith("float") else r"(?!)")
+    if any(re.fullmatch(alone, value) for value in values):
+        meant = point_for_comma(name, text) or f"{name}={'1.5GiB' if name == 'budget' else '0.01'}"
+        raise UserError(f"{word}: a comma separates values; the decimal sign is a point: {meant}")
 
 
 def added_sweep(overrides: Sequence[str], jobs: Sequence[Composed]) -> list[str]:

@@ -11,10 +11,13 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from unet3d.base.errors import UserError
 from unet3d.config.earlier import INSTEAD
-from unet3d.config.rules import options
+from unet3d.config.rules import UNTYPED, options
 from unet3d.config.schema import LOSSES, Config
+from unet3d.config.words import KINDS, TEXTS
 
 ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}  # the meaning of each option
+CHOICES = {name: metadata["among"] for name, _, metadata in options(Config()) if metadata["among"]}
+DEFAULTS = {name: value for name, value, _ in options(Config())}
 GROUPS = sorted({name.rpartition(".")[0] for name in ABOUT} - {""})  # of options: model, data.augment and so on
 SIMILARITY = 0.7  # of 1: how alike a word and the option that it may mean must be
 # What other trainers call our options.
@@ -39,6 +42,14 @@ USUAL = {
     "gradient_accumulation_steps": "accumulate",
     "channels": "model.features or model.in_channels",
 }
+OWN = {  # config groups: what is written for something of the user's own
+    "model": "your own network is model.path={}",
+    "loss": "your own loss is loss.path={}",
+    "data": "a folder is data.root=PATH, with data=LAYOUT",
+    "optim": "an option of it is written as optim.lr=0.01",
+    "experiment": "a folder with experiment/NAME.yaml of your own is --config-dir FOLDER",
+}
+MAP_EXAMPLES = {"data.label_map": "{1:[1,2],2:4}", "data.regions": "{whole:[1,2],core:2}"}
 LAUNCHERS = {  # of Hydra: the package that has each
     "joblib": "hydra-joblib-launcher",
     "submitit_local": "hydra-submitit-launcher",
@@ -77,10 +88,15 @@ def describe(error: Exception) -> str:
         if isinstance(cause, OmegaConfBaseException):
             return _describe_type(cause)
     first = causes[-1]
+    several = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", str(first))
+    if several:
+        return _describe_several(re.sub(r"'([^',\s]*)'", r"\1", several[1]))
     lines = str(first).splitlines()[:2]
     text = " ".join(line.strip() for line in lines)
     if isinstance(first, OverrideParseException):
         return _describe_word(first.override, text)
+    if text.startswith("Unsupported "):  # what YAML reads as a number
+        return f"{text}; quote the name in the file's defaults"
     return text
 
 
@@ -94,15 +110,59 @@ def _causes(error: BaseException) -> list[BaseException]:
         causes.append(cause)
 
 
+def _describe_several(word: str) -> str:
+    """Say how to write an option with commas, which is several values, as one."""
+    name, _, value = word.partition("=")
+    kind = KINDS.get(name, "")
+    with_point = point_for_comma(name, value)
+    if with_point:
+        one = f"the decimal sign is a point: {with_point}"
+    elif kind.startswith("list") or name in UNTYPED:
+        one = f"a list has brackets: {shlex.quote(f'{name}=[{value}]')}"
+    elif kind.startswith("str") and name not in CHOICES:
+        one = f"for one text quote it, once for Hydra and once for the shell: {_for_shell(name, value)}"
+    else:
+        one = "one run takes one"
+    return f"{word}: is several values; {one}; for a job each add -m to train.py"
+
+
+def point_for_comma(name: str, value: str) -> str:
+    """Return the option with a decimal point, where its value seems to be one number with a comma; else ""."""
+    is_amount = name == "budget" and re.fullmatch(r"\d+,\d+\s*[a-zA-Z]*", value)
+    is_number = KINDS.get(name, "").startswith("float") and re.fullmatch(r"[-+]?\d+,\d+(e[-+]?\d+)?", value)
+    return f"{name}={value.replace(',', '.')}" if is_amount or is_number else ""
+
+
 def _describe_type(error: OmegaConfBaseException) -> str:
     """Say which option cannot have a value of this type, and what the option is about."""
     name = error.full_key
     about = f" ({name}: {ABOUT[name]})" if name in ABOUT else ""
-    if "ListConfig" in str(error.msg):
-        return f"{name}: is a list; write it in brackets, as in {name}=[1,2,3]{about}"
-    where = f"{name}: " if name else ""
     first_line = str(error.msg or error).splitlines()[0]
+    if name in GROUPS:
+        value = first_line.partition(" value: ")[2] or "null"
+        return f"{name}={value}: {name} is a group of options{_of_group(name, value.lower()) or nearest(f'{name}.')}"
+    if name in ("hydra.run", "hydra.sweep"):
+        return f"{name}: is a group of options; did you mean {name}.dir?"
+    if "ListConfig" in first_line:
+        example = "a,b" if KINDS.get(name or "") in TEXTS else "1,2,3"
+        return f"{name}: is a list; write it in brackets, as in {name}=[{example}]{about}"
+    where = f"{name}: " if name else ""
+    if "NoneType" in first_line or "not Optional" in first_line:
+        quoted_null = _for_shell(name, "null") if name and KINDS.get(name) == "str" else "'null'"
+        first_line += f"; if null is a word, quote it: {quoted_null}"
     return f"{where}{first_line}{about}"
+
+
+def _of_group(group: str, value: str) -> str:
+    """Return which option of a group a value is for, to be put behind the problem; "" where that is not clear."""
+    named = [name for name, choices in CHOICES.items() if name.startswith(f"{group}.") and value in choices]
+    if len(named) == 1:
+        return f"; did you mean {named[0]}={value}{' (the default)' if value == DEFAULTS[named[0]] else ''}?"
+    if group == "wandb" and value in ("false", "null", "none", "off", "no"):
+        return "; did you mean wandb.mode=disabled?"
+    if group == "optim" and re.fullmatch(r"[\d.]+(e[-+]?\d+)?", value):
+        return f"; did you mean optim.lr={value}?"
+    return ""
 
 
 def _describe_word(word: str, problem: str) -> str:
@@ -125,13 +185,22 @@ def _describe_value(key: str, value: str, problem: str) -> str:
     refusal = f"{key}={value}: Hydra does not understand the value"
     if "Exception" not in problem:
         refusal += f" ({problem})"
-    if value.startswith(("[", "{")):
-        return f"{refusal}; close what it opens, and quote it for the shell: '{key}=[1,2,3]'"
-    bare = value.strip("\"'")
+    if value.startswith("{") or key in MAP_EXAMPLES:
+        example = MAP_EXAMPLES.get(key, "{name:1}")
+        return f"{refusal}; a map has no quotes around its keys, and is quoted for the shell: '{key}={example}'"
+    if value.startswith("["):
+        example = "a,b" if KINDS.get(key) in TEXTS else "1,2,3"
+        return f"{refusal}; close what it opens, and quote it for the shell: '{key}=[{example}]'"
+    return f"{refusal}; quote it, once for Hydra and once for the shell: {_for_shell(key, value)}"
+
+
+def _for_shell(key: str, value: str) -> str:
+    """Return an option with its value in quotes for Hydra, in quotes for a shell."""
+    opened = value[:1] if value[:1] in ("'", '"') and value.count(value[:1]) < 3 else ""
+    bare = value.removeprefix(opened).removesuffix(opened) if opened else value
     word = f"{key}={quoted(bare)}"
     needs_single_quotes = re.search(r'["$`\\!]', word)
-    for_shell = shlex.quote(word) if needs_single_quotes else f'"{word}"'
-    return f"{refusal}; quote it, once for Hydra and once for the shell: {for_shell}"
+    return shlex.quote(word) if needs_single_quotes else f'"{word}"'
 
 
 def quoted(text: str) -> str:
@@ -141,15 +210,19 @@ def quoted(text: str) -> str:
 
 
 def _describe_choice(missing: str, choices: list[str]) -> str:
-    """Say that a config group has no file of this name, and what it has."""
-    group, _, name = missing.rpartition("/")
+    """Say that a config group has no file of this name, and what it has or which option is meant."""
+    group, _, name = missing.partition("/") if missing.partition("/")[0] in OWN else missing.rpartition("/")
     if group == "hydra/launcher" and name in LAUNCHERS:
         return f"{group}={name}: is not installed; pip install {LAUNCHERS[name]}"
     if group == "loss" and name in LOSSES:
         return f"loss={name}: no such config; write loss.name={name}"
     close = difflib.get_close_matches(name, choices, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return f"{group}={name}: no such config; {meant}choose from {', '.join(sorted(choices))}"
+    meant = f"; did you mean {close[0]}?" if close else _of_group(group, name)
+    if not meant and group in OWN:
+        path = name if ":" in name else f"package.module:{name if name.isidentifier() else 'NAME'}"
+        meant = f"; {OWN[group].format(path)}"
+    listed = f"; choose from {', '.join(sorted(choices))}" if choices else ""
+    return f"{group}={name}: no such config{meant}{listed}".replace("?;", "?")
 
 
 def not_a_flag(flag: str, words: Sequence[str]) -> UserError:

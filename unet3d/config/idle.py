@@ -42,7 +42,6 @@ IDLE = (
         "for this data.format: dataset.json names the classes",
     ),
     Idle("data.folds", lambda c: c.data.fold is None and not _sweeps_folds(c), "without data.fold"),
-    Idle("data.fold", lambda c: c.data.split is not None, "beside data.split"),
     Idle(
         "data.val_fraction",
         lambda c: c.data.fold is not None or c.data.split is not None,

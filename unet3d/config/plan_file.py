@@ -11,6 +11,7 @@ from unet3d.base.files import read_yaml
 from unet3d.config.hydra_errors import ABOUT, nearest
 from unet3d.config.plain_values import flat
 from unet3d.config.rules import IMPORTS
+from unet3d.config.words import refuse_misread
 
 SECTIONS = ("options", "promise")
 # Options that a plan may set, and groups of them, which end in a dot. No other file can be named, no code, no account.
@@ -21,7 +22,7 @@ SETTABLE = (
 )
 READ_ALONE = ("data.allow_outside", "data.cache_root", "data.split", "data.groups")  # count as a plan is made
 REFUSED = (*IMPORTS, *READ_ALONE)
-BY_LEVEL = ("model.kernels", "model.strides", "model.decoder")  # with an entry for each level, perhaps
+BY_LEVEL = ("model.kernels", "model.strides", "model.decoder", "model.blocks")  # with an entry for each level, perhaps
 PROMISED = {  # what a plan may promise of its run: the type of each
     "device": str,
     "peak_bytes": int,
@@ -65,6 +66,7 @@ def read_plan(path: str) -> PlanFile:
             raise UserError(f"{place}: {section}: no part of a plan; it has {' and '.join(SECTIONS)}")
     if "${" in repr(content):
         raise UserError(f"{place}: holds ${{...}}, which a plan's plain values do not")
+    refuse_misread(place, content["options"], read_yaml(Path(path), as_written=True)["options"])
     options = flat(content["options"], ".")
     for name in options:
         _refuse_option(place, str(name))

@@ -1,13 +1,14 @@
 """Rules of regions, which come from data.regions, from a dataset.json, or from the options of a network."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unet3d.base.errors import UserError
 from unet3d.base.regions import Regions
 
 MAX_LABEL = 65535  # label maps are uint16 at most
+MAX_SHOWN = 10  # regions in a message
 
 
 def checked_regions(labels_of: Mapping[Any, Any], order: Any, where: object, order_name: str) -> Regions:
@@ -32,6 +33,27 @@ def checked_regions(labels_of: Mapping[Any, Any], order: Any, where: object, ord
             problem = f"{order_name} draws region {reprlib.repr(name)} as {reprlib.repr(drawn)}"
             raise UserError(f"{where}: {problem}; give one of its labels, {reprlib.repr(list(labels))}")
     return Regions(tuple(regions), tuple(order))
+
+
+def refuse_blank(names: Iterable[str], where: object) -> None:
+    """Raise UserError for a name that a table would show as nothing, or as another: blank, or with blanks around it."""
+    for name in names:
+        if not name.strip():
+            raise UserError(f"{where}: {reprlib.repr(name)} is blank; give it a name")
+        if name != name.strip():
+            raise UserError(f"{where}: {reprlib.repr(name)} has blanks around it; write {reprlib.repr(name.strip())}")
+
+
+def refuse_hidden(names: Sequence[str], regions: Regions, where: object) -> None:
+    """Raise UserError where a region of these names is drawn over by a later one, and so in no label map."""
+    hidden = regions.hidden()
+    if hidden is None:
+        return
+    inner, outer = (reprlib.repr(names[number]) for number in hidden)
+    order = sorted(range(len(names)), key=lambda number: -len(regions.labels[number]))
+    drawn = ", ".join(f"{names[number]} as {regions.drawn[number]}" for number in order[:MAX_SHOWN])
+    problem = f"region {outer} is drawn over {inner}: no label map will show {inner}"
+    raise UserError(f"{where}: {problem}; list outer regions first, and their labels in that order, e.g. {drawn}")
 
 
 def _checked_labels(name: Any, labels: Any, where: object) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -25,6 +26,9 @@ UNTYPED = (  # have rules of their own
 SWITCHES = ("cuda.benchmark", "cuda.tf32", "deterministic", "compile", "channels_last", "optim.fused")
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
+LETTERS = {"project": 128, "entity": 128, "name": 128, "group": 128, "job_type": 64, "tags": 64}  # that wandb accepts
+WANDB_VARIABLES = {"WANDB_PROJECT": "project", "WANDB_NAME": "name", "WANDB_RUN_GROUP": "group"}
+WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")  # of the variable
 
 
 def check(config: Config, here: bool = True) -> None:
@@ -32,8 +36,7 @@ def check(config: Config, here: bool = True) -> None:
 
     `here`: for a run in this place, whose paths must exist, and of as many ranks as there are.
     """
-    for name, value, metadata in options(config):
-        _check_range(name, value, metadata)
+    check_options(config)
     config = replace(config, model=effective_model(config.model))
     check_outputs(config.model)
     if config.model.path is None:
@@ -56,13 +59,21 @@ def check(config: Config, here: bool = True) -> None:
         _check_place(config)
 
 
+def check_options(config: Config) -> None:
+    """Raise UserError for the first option out of its range."""
+    for name, value, metadata in options(config):
+        _check_range(name, value, metadata)
+
+
 def _check_place(config: Config) -> None:
-    """Raise UserError for files and packages that are not here."""
+    """Raise UserError for files and packages that are not here, and for names that wandb refuses later."""
+    _check_wandb(config)
     if config.init is None and (config.optim.init_lr != 1 or config.optim.init_names):
         name = "init_names" if config.optim.init_names else "init_lr"
         raise UserError(f"optim.{name}: is for what init has loaded; give init=net.pt, or leave it out")
     if config.init is not None and config.resume is None and not Path(config.init).is_file():
-        raise UserError(f"init={config.init}: no such file; give RUN/checkpoints/best.pt, or a published one")
+        missing = f"init={config.init}: no such file{_here(config.init)}"
+        raise UserError(f"{missing}; give RUN/checkpoints/best.pt, or a published one")
     if config.tensorboard and find_spec("tensorboard") is None:
         command = 'python -m pip install -c constraints.txt -e ".[tensorboard]"'
         raise UserError(f"tensorboard=true: the package tensorboard is not installed; install it: {command}")
@@ -72,7 +83,40 @@ def _check_place(config: Config) -> None:
     if root is None:
         raise UserError(f"data.root is not set: data={config.data.format} needs it; add data.root=PATH")
     if not Path(root).is_dir():
-        raise UserError(f"data.root={root}: no such folder; give the folder that holds the data set")
+        raise UserError(f"data.root={root}: no such folder{_here(root)}; give the folder that holds the data set")
+
+
+def _here(path: str) -> str:
+    """Return where a path that is relative was looked for, which is not where a run that goes on began."""
+    return "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+
+
+def _check_wandb(config: Config) -> None:
+    """Raise UserError for a name that wandb refuses, at the start of a run or as it is uploaded."""
+    for name in LETTERS:
+        value = getattr(config.wandb, name)
+        for word in value if isinstance(value, list) else [value]:
+            if word is not None:
+                _check_name_for_wandb(f"wandb.{name}", name, word)
+    mode = os.environ.get("WANDB_MODE")
+    if mode and mode not in WANDB_MODES:
+        raise UserError(f"WANDB_MODE={mode}: use one of {', '.join(WANDB_MODES[:3])}, or unset it")
+    if (mode or config.wandb.mode) != "disabled":
+        for variable, name in WANDB_VARIABLES.items():
+            if os.environ.get(variable):
+                _check_name_for_wandb(variable, name, os.environ[variable])
+
+
+def _check_name_for_wandb(place: str, name: str, word: str) -> None:
+    """Raise UserError for a word, given at `place`, that cannot be this name of a run in wandb."""
+    most = LETTERS[name]
+    found = [sign for sign in "/\\#?%:" if sign in word]
+    if not word.strip():
+        raise UserError(f"{place}={word}: is empty; give 1 to {most} letters, or leave it out")
+    if len(word) > most:
+        raise UserError(f"{place}={word[:40]}...: has {len(word)} letters; wandb takes at most {most}")
+    if name in ("project", "entity") and found:
+        raise UserError(f"{place}={word}: holds {' '.join(found)}; wandb takes none of / \\ # ? % :")
 
 
 def effective_model(model: Model) -> Model:
@@ -128,7 +172,8 @@ def _check_range(name: str, value: Any, metadata: Any) -> None:
         meant = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"{name}={value}: use one of {', '.join(among)}{meant}")
     if metadata["size"] and value is not None and len(value) != metadata["size"]:
-        raise UserError(f"{name}={value}: give {SIZES[metadata['size']]} ({about})")
+        comma = "; the decimal sign is a point" if len(value) == 2 * metadata["size"] else ""
+        raise UserError(f"{name}={value}: give {SIZES[metadata['size']]}{comma} ({about})")
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, dict | list) and name not in UNTYPED:  # OmegaConf lets them into lists of numbers
             raise UserError(f"{name}={value}: give numbers or words, nothing nested ({about})")

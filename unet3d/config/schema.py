@@ -191,6 +191,11 @@ class Data:
         "NaN and infinite voxels; zero: 0 takes their place",
         among=("error", "zero"),
     )
+    affine: str = option(
+        "auto",
+        "what places voxels where sform, qform and pixdim disagree; auto: the first that a file has, with a warning",
+        among=("auto", "sform", "qform", "pixdim"),
+    )
     affine_check: str = option(
         "error",
         "files of a case that lie apart in space: error refuses them, warn pairs them voxel by voxel",
@@ -218,8 +223,8 @@ class Data:
     spacing: list[float] | None = option(
         None,
         "resample to this (mm); null: as stored",
-        low=0.01,
-        high=100,
+        low=1e-7,
+        high=10_000_000,
         size=3,
     )
     intensity: str = option(
@@ -230,7 +235,9 @@ class Data:
     val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
     folds: int = option(5, "folds of the cross-validation", low=2, high=100)
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
-    split: str | None = option(None, "JSON file {train: [ids], val: [ids]} instead of both")
+    split: str | None = option(
+        None, "JSON file {train: [ids], val: [ids]} instead of both, or a list of such splits: data.fold says which"
+    )
     groups: str | None = option(
         None,
         "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: group}, or a "
@@ -258,9 +265,11 @@ class Data:
 
     def __post_init__(self) -> None:
         """Accept `true` and `false` for data.cache, since YAML reads off as false."""
-        self.cache = {"True": "memory", "False": "off"}.get(str(self.cache), self.cache)
+        self.cache = {"true": "memory", "false": "off"}.get(str(self.cache).lower(), self.cache)
         if isinstance(self.label_map, dict):
             self.label_map = with_numbers(self.label_map)
+        if isinstance(self.regions, dict):
+            self.regions = {str(name): labels for name, labels in self.regions.items()}
 
 
 @dataclass
@@ -358,7 +367,7 @@ class Config:
         among=("auto", "bf16", "fp16"),
     )
     compile: bool = option(False, "torch.compile of the network in training, once memory is measured; takes minutes")
-    channels_last: bool = option(False, "weights and maps with a voxel's channels side by side, as tensor cores want")
+    channels_last: bool = option(False, "weights and activations: channels of a voxel side by side, for tensor cores")
     ckpt: Any = option(0, "gradient (activation) checkpointing in at most this many segments, or auto; 0: off")
     recompute: str = option(
         "none",

@@ -1,9 +1,9 @@
 """The options that a command line sets, by name or by the files of config groups that it chooses."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -48,23 +48,38 @@ def _file_of(group: str, name: str, folders: Sequence[Path]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _names_in_file(group: str, name: str, folders: Sequence[Path]) -> set[str]:
-    """Return the options that a file of a config group sets, and those that the files of its `defaults` set."""
+class OptionFile(NamedTuple):
+    """A YAML file of a config group."""
+
+    path: Path
+    prefix: str  # of the names of its options, `optim.`
+    values: dict[Any, Any]  # without its `defaults`
+
+
+def files_of(group: str, name: str, folders: Sequence[Path]) -> Iterator[OptionFile]:
+    """Yield the file of this name in a config group, and those that its `defaults` name. Raises UserError."""
     path = _file_of(group, name, folders)
     if path is None:  # `_self_`, or what Hydra has found elsewhere
-        return set()
+        return
     with in_one_line():
         values = OmegaConf.to_container(OmegaConf.load(path))
     if not isinstance(values, dict):
-        return set()
-    names: set[str] = set()
+        return
     for entry in values.pop("defaults", None) or []:
         chosen = entry if isinstance(entry, dict) else {f"/{group}": entry}
         for key, choice in chosen.items():  # a key is `override /model`, `/model`, or a group within this one
             key = str(key).split()[-1].partition("@")[0]
             other = key.removeprefix("/") if key.startswith("/") else f"{group}/{key}"
-            names |= _names_in_file(other, str(choice), folders)
+            yield from files_of(other, str(choice), folders)
     header = re.match(r"(?:\s*#.*\n|\s*\n)*?\s*#\s*@package\s+(\S+)", path.read_text(encoding="utf-8"))
     package = header[1] if header else group
     prefix = "" if package == "_global_" else f"{package.replace('/', '.')}."
-    return names | (flat(values, ".", prefix).keys() & ABOUT.keys())
+    yield OptionFile(path, prefix, values)
+
+
+def _names_in_file(group: str, name: str, folders: Sequence[Path]) -> set[str]:
+    """Return the options that a file of a config group sets, and those that the files of its `defaults` set."""
+    names: set[str] = set()
+    for file in files_of(group, name, folders):
+        names |= flat(file.values, ".", file.prefix).keys() & ABOUT.keys()
+    return names

@@ -9,7 +9,7 @@ In reading order:
 - `image_files`, `hashes`, `headers`: the scan, which keeps up to 256 files open for the reading of their voxels.
 - `validate`, `twins`, `padding`: what the headers and voxels say is wrong, and whether a patch is mostly padding.
 - `grids`, `volume`, `restore`: a case on the network's grid, and predictions back on the file's.
-- `preprocess`, `intensity`, `sparse`: a volume as a training case.
+- `preprocess`, `intensity`, `sparse`, `seen`: a volume as a training case, and what all of them are like.
 - `disk_cache`, `case_arrays`: prepared cases in files.
 - `patches`, `augment`, `loader`: from cases to batches.
 - `in_memory`: images that Python code holds.

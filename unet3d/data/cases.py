@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mode
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
@@ -12,17 +11,28 @@ from unet3d.config.schema import Data
 from unet3d.data import dataset_json, nifti, synthetic
 from unet3d.data.dataset_json import (
     DatasetJson,
+    UnnumberedLabels,
     class_names,
     in_sequence,
     is_plain,
     refuse_odd_names,
     shown,
 )
-from unet3d.data.file_names import in_order, refuse_long, volumes_in, without_channel
+from unet3d.data.file_names import (
+    by_stem,
+    images_by_case,
+    in_order,
+    left_out,
+    other_volumes,
+    refuse_channel_names,
+    refuse_long,
+    shown_files,
+    volumes_in,
+    without_channel,
+)
 from unet3d.data.labels import Relabel, relabelling
 from unet3d.data.regions import NamedRegions, as_classes, asked_regions, read_regions
 
-MAX_MAPS_LISTED = 200  # letters of the names of label maps
 # Times the files that are there: where dataset.json asks for more, its channels are wrong, not the files.
 MAX_ABSENT = 10
 
@@ -34,6 +44,7 @@ class Labels(NamedTuple):
     relabel: Relabel = None
     problem: str = ""
     regions: Regions | None = None
+    options: tuple[str, ...] = ()  # that would mend the problem
 
 
 class Case(NamedTuple):
@@ -42,6 +53,7 @@ class Case(NamedTuple):
     id: str
     images: tuple[Path, ...]
     label: Path | None
+    affine: str = "auto"  # how its headers are read, as data.affine says
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -72,6 +84,9 @@ class DatasetInfo(NamedTuple):
     relabel: Relabel = None
     wrong_labels: str = ""
     regions: Regions | None = None
+    announced: int | None = None  # cases, by dataset.json's numTraining
+    options_of_labels: tuple[str, ...] = ()  # that make classes of wrong labels
+    left_out: tuple[str, ...] = ()  # sentences on files that are not read, or named otherwise than dataset.json says
 
     @property
     def label_count(self) -> int:
@@ -104,7 +119,11 @@ def dataset_to_check(data: Data) -> DatasetInfo:
         "nnunet": _nnunet,
         "folders": _folders,
     }
-    return readers[data.format](Path(data.root), data)
+    dataset = readers[data.format](Path(data.root), data)
+    cases = tuple(case._replace(affine=data.affine) for case in dataset.cases)
+    files = [path for case in cases for path in case.files]
+    notes = left_out(files, is_list=data.format == "decathlon")
+    return dataset._replace(cases=cases, left_out=(*dataset.left_out, *notes))
 
 
 def phantom_outline(data: Data) -> DatasetInfo:
@@ -120,7 +139,7 @@ def phantom_outline(data: Data) -> DatasetInfo:
     if labels.problem:
         raise UserError(labels.problem)
     channels = tuple(about["modality"].values())
-    return _dataset(about["name"], channels, labels, data.ignore, tuple(cases))
+    return _dataset(about["name"], channels, labels, data.ignore, tuple(cases), len(cases))
 
 
 def _dataset(
@@ -129,6 +148,7 @@ def _dataset(
     labels: Labels,
     ignore: int | None,
     cases: tuple[Case, ...],
+    announced: int | None = None,
 ) -> DatasetInfo:
     """Return a data set whose labels are known, or known to be wrong."""
     return DatasetInfo(
@@ -140,6 +160,8 @@ def _dataset(
         labels.relabel,
         labels.problem,
         labels.regions,
+        announced,
+        labels.options,
     )
 
 
@@ -155,9 +177,10 @@ def _decathlon(root: Path, data: Data) -> DatasetInfo:
         (_decathlon_case(about, entry) for entry in about.field("training", list)),
         about.where,
     )
+    about.refuse_version_1(cases[0].images[0])
     channels = in_sequence(about.numbered("modality"), "modality", about.where)
     labels = _labels(about.numbered("labels"), data.ignore, data, about.where, asked_regions(data))
-    return _dataset(about.title, channels, labels, data.ignore, cases)
+    return _dataset(about.title, channels, labels, data.ignore, cases, about.announced)
 
 
 def _decathlon_case(about: DatasetJson, entry: Any) -> Case:
@@ -172,8 +195,14 @@ def _decathlon_case(about: DatasetJson, entry: Any) -> Case:
 def _nnunet(root: Path, data: Data) -> DatasetInfo:
     """Read nnU-Net's raw layout: imagesTr/<case>_<channel>, one file a channel, and labelsTr/<case>."""
     about = DatasetJson(root, data.allow_outside)
+    if "modality" in about.content and "channel_names" not in about.content:
+        for path in volumes_in(root / "imagesTr"):
+            about.refuse_version_1(path.with_name(f"{without_channel(nifti.stem(path))}.nii.gz"))
+        raise UserError(f"{about.where} is in Decathlon's format; read it with data=decathlon")
     ending = about.field("file_ending", str)
-    if ending not in nifti.SUFFIXES:
+    if f".{ending.lower()}" in nifti.SUFFIXES:
+        raise about.error(f'"file_ending" is {shown(ending)}; write it with its dot, {shown(f".{ending}")}')
+    if ending.lower() not in nifti.SUFFIXES:
         raise about.error(f'"file_ending" is {shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
     channels = in_sequence(about.numbered("channel_names"), "channel_names", about.where)
     regions = asked_regions(data)
@@ -194,25 +223,29 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
     labels = _labels(values, ignore, data, about.where, regions)
     cases = _nnunet_cases(root, ending, len(channels), about)
     cases = _inside(cases, (root,), data.allow_outside)
-    return _dataset(about.title, channels, labels, ignore, cases)
+    dataset = _dataset(about.title, channels, labels, ignore, cases, about.announced)
+    others = [path for case in cases for path in case.files if nifti.ending(path).lower() != ending.lower()]
+    if not others:
+        return dataset
+    what = f'"file_ending" is {shown(ending)}, but {len(others)} files end otherwise, and are read all the same'
+    return dataset._replace(left_out=(f"{about.where}: {what} ({shown_files(others)})",))
 
 
 def _nnunet_cases(root: Path, ending: str, channels: int, about: DatasetJson) -> tuple[Case, ...]:
     """Return every case with a label or an image; a missing file is reported when it is opened. Raises UserError."""
     images = root / "imagesTr"
-    maps = {nifti.stem(path): path for path in volumes_in(root / "labelsTr") if path.name.endswith(ending)}
-    present = volumes_in(images)
-    names = {
-        *maps,
-        *(without_channel(nifti.stem(path)) for path in present),
-    }
+    maps = by_stem(volumes_in(root / "labelsTr"))
+    present = by_stem(volumes_in(images))
+    refuse_channel_names(maps, present)
+    names = {*maps, *map(without_channel, present)}
     wanted = len(names) * channels
     if wanted > MAX_ABSENT * (len(present) + 100):
         what = f"{channels:,} channels, which are {wanted:,} files of {len(names):,} cases"
         raise about.error(f'"channel_names" has {what}, but {images} holds {len(present):,}; make them agree')
     cases = list[Case]()
     for name in names:
-        files = tuple(images / f"{name}_{channel:04d}{ending}" for channel in range(channels))
+        stems = [f"{name}_{channel:04d}" for channel in range(channels)]
+        files = tuple(present.get(stem, images / f"{stem}{ending}") for stem in stems)
         cases.append(Case(name, files, maps.get(name)))
     return _sorted(cases, images)
 
@@ -234,6 +267,8 @@ def _labels(
             return Labels(classes, relabel)
         region_names, of_classes = as_classes(regions, classes, relabel, str(where))
         return Labels(region_names, relabel, regions=of_classes)
+    except UnnumberedLabels as error:
+        return Labels(problem=str(error), options=error.options)
     except UserError as error:
         return Labels(problem=str(error))
 
@@ -250,7 +285,7 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
     count = mode(len(case.images) for case in cases)  # the others lack a channel, or have one too many
     if count == 1:
         first = next(case for case in cases if len(case.images) == count)
-        count = nifti.channels(nifti.open_image(first.id, first.images[0]))
+        count = nifti.channels(nifti.open_image(first.id, first.images[0], data.affine))
     names = dict[int, str]()
     if regions is not None:
         names = {0: "background"} | regions.label_names()
@@ -264,28 +299,9 @@ def _folders(root: Path, data: Data) -> DatasetInfo:
 
 def _folder_cases(images: Path, labels: Path) -> tuple[Case, ...]:
     """Return the cases of a folder of images and one of label maps. Raises UserError."""
-    labelled = _sorted(
-        (Case(nifti.stem(path), (), path) for path in volumes_in(labels)),
-        labels,
-    )
-    maps = {case.id: case.label for case in labelled}
-    files = volumes_in(images)
-    grouped = dict[str, list[Path]]()
-    stems = {*map(nifti.stem, files)}
-    for path in files:
-        # scan_2019 ends like a channel; it is one only beside scan_0000, and if no label map is called scan_2019.
-        name = nifti.stem(path)
-        case_id = without_channel(name)
-        is_channel = f"{case_id}_0000" in stems and name not in maps
-        grouped.setdefault(case_id if is_channel else name, []).append(path)
-    without_image = sorted({*maps} - {*grouped})
-    if without_image:
-        first, *others = without_image
-        listed = shorten(", ".join(others), MAX_MAPS_LISTED, placeholder=" ...")
-        more = f"; nor of {listed}" if others else ""
-        is_short = any(without_channel(name) == first for name in stems)
-        what = f"{first}_0000 is missing" if is_short else "no image of that name"
-        raise UserError(f"{maps[first]}: {what} in {images}{more}; add it or remove the label map")
+    maps = by_stem(volumes_in(labels))
+    _sorted((Case(name, (), path) for name, path in maps.items()), labels)
+    grouped = images_by_case(images, maps)
     return _sorted(
         (Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()),
         images,
@@ -315,5 +331,6 @@ def _sorted(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
             raise UserError(f"{where}: two cases are called {case.id}; rename one of them")
         by_id[case.id] = case
     if not by_id:
-        raise UserError(f"{where}: lists no case; there must be at least two with labels")
+        remedy = other_volumes([where]) or "there must be at least two with labels"
+        raise UserError(f"{where}: lists no case; {remedy}")
     return tuple(by_id[case_id] for case_id in sorted(by_id))

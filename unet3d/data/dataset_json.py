@@ -1,13 +1,16 @@
 """dataset.json, which is not trusted. Every UserError names the file, what is wrong in it and what to do."""
 
+import codecs
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from unet3d.base.errors import UserError, escaped
-from unet3d.config.region_rules import MAX_LABEL
+from unet3d.config.region_rules import MAX_LABEL, refuse_blank
 from unet3d.data import labels
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
@@ -23,6 +26,34 @@ def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
 
     Raises UserError.
     """
+    content = read_any_json(path, root)
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no JSON object {{...}}; repair or replace it")
+    return content
+
+
+def read_any_json(path: Path, root: Path | None = None) -> Any:
+    """Return the value in a JSON file, whatever it is; else as `read_json`. Raises UserError."""
+    text = _read_bytes(path, root)
+    try:
+        return json.loads(_decoded(text), object_pairs_hook=_unique_names)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); repair or replace it") from error
+
+
+def read_words(path: Path) -> str:
+    """Return the text of a table, in which letters that cannot be read are replaced. Raises UserError."""
+    return _decoded(_read_bytes(path), "replace")
+
+
+def _decoded(text: bytes, errors: str = "strict") -> str:
+    """Return text in UTF-8, or in what its byte order mark says, which PowerShell and spreadsheets write."""
+    is_wide = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return text.decode("utf-16" if is_wide else "utf-8-sig", errors)
+
+
+def _read_bytes(path: Path, root: Path | None = None) -> bytes:
+    """Return the bytes of a file that is not large, nor a link out of `root`. Raises UserError."""
     if root is not None and leaves(root, path):
         raise UserError(f"{path}: is a link out of {root}; put the file there, or set data.allow_outside=true")
     try:
@@ -36,13 +67,7 @@ def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
         raise UserError(f"{path}: not readable ({error}); repair or replace it") from error
     if len(text) > MAX_BYTES:
         raise UserError(f"{path}: is larger than {MAX_BYTES:,} bytes; a data set's JSON is not")
-    try:
-        content = json.loads(text.decode(), object_pairs_hook=_unique_names)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); repair or replace it") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no JSON object {{...}}; repair or replace it")
-    return content
+    return text
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -50,6 +75,14 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("a name occurs twice in one object")
     return dict(pairs)
+
+
+class UnnumberedLabels(UserError):
+    """Labels that are not 0, 1, 2 ...; `options` would make them classes."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.options = (option.strip("'"),) if option else ()
 
 
 class DatasetJson:
@@ -89,6 +122,10 @@ class DatasetJson:
 
     def by_value(self, name: str) -> dict[int, str]:
         """Return a field {text: number}, as nnU-Net names labels, as {number: text}. Raises UserError."""
+        given = self.field(name, dict)
+        if given and all(key.isdecimal() and is_plain(text) and not text.isdecimal() for key, text in given.items()):
+            turned = {text: int(number) for number, text in given.items()}
+            raise self.error(f"{name} {shown(given)}: the names come first, as in {_as_json(turned)}")
         values = {text: _of_one(value) for text, value in self.field(name, dict).items()}
         for text, value in values.items():
             if type(value) is not int:  # JSON's true would count as 1
@@ -97,6 +134,25 @@ class DatasetJson:
             raise self.error(f"{name} {shown(values)}; two names share a value, give each its own")
         self.refuse_long(name, values)
         return {value: text for text, value in values.items()}
+
+    @property
+    def announced(self) -> int | None:
+        """The number of cases that "numTraining" says; None where it is no number."""
+        count = self.content.get("numTraining")
+        return count if type(count) is int else None
+
+    def refuse_version_1(self, image: Path) -> None:
+        """Raise UserError where an image is not there, but a file of its first channel: the layout of nnU-Net v1."""
+        stem = image.name.removesuffix(".gz").removesuffix(".nii")
+        beside = [image.with_name(f"{stem}_0000{ending}") for ending in (".nii.gz", ".nii")]
+        found = next((path for path in beside if os.path.exists(path)), None)
+        if found is None or os.path.exists(image):
+            return
+        channels = _as_json(self.numbered("modality"))
+        values = _as_json({text: number for number, text in self.numbered("labels").items()})
+        ending = found.name.removeprefix(f"{stem}_0000")
+        fields = f'"channel_names": {channels}, "labels": {values}, "file_ending": "{ending}"'
+        raise self.error(f"is nnU-Net v1's, with {found.name} for a case; write {fields}, and read it with data=nnunet")
 
     def refuse_long(self, field: str, names: Iterable[Any]) -> None:
         """Raise UserError for a name that no line or table has room for."""
@@ -113,11 +169,18 @@ class DatasetJson:
         if is_plain(name) and len(name) <= MAX_PATH:
             relative = Path(name)
             path = self.root / relative
+            if "\\" in name and not os.path.exists(path):
+                raise self.error(f"{shown(name)}: has backslashes, as on Windows; write / between folders")
             is_outside = relative.is_absolute() or ".." in relative.parts or leaves(self.root, path)
             if self.allow_outside or not is_outside:
                 return path
         remedy = "move the file there and give its relative path, or set data.allow_outside=true"
         raise self.error(f"{shown(name)} is not a path inside {self.root}; {remedy}")
+
+
+def _as_json(fields: Mapping[Any, Any]) -> str:
+    """Return an object for a message, as it is to be written, shortened."""
+    return shorten(json.dumps(fields, ensure_ascii=False), MAX_SHOWN, placeholder=" ...")
 
 
 def _of_one(value: Any) -> Any:
@@ -149,6 +212,7 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: Path | str)
     if ignore is not None and ignore > MAX_LABEL:
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
     classes = in_sequence(labelled, "labels", where, labels.numbered(labelled))
+    refuse_blank(classes, f"{where}: labels")
     if len(classes) < 2 or len({*classes}) < len(classes):
         remedy = "give the background and one class or more, each its own name"
         raise UserError(f"{where}: labels {shown(list(classes))}; {remedy}")
@@ -161,7 +225,7 @@ def in_sequence(names: Mapping[int, str], what: str, where: Path | str, option: 
         remedy = "number them 0, 1, 2 ... without a gap"
         if option:
             remedy += f", or add {option}"
-        raise UserError(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}")
+        raise UnnumberedLabels(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}", option)
     refuse_odd_names(names, what, where)
     return tuple(names[number] for number in sorted(names))
 

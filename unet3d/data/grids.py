@@ -15,6 +15,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.regions import THRESHOLD
 from unet3d.data import nifti
 from unet3d.data.cases import Case
+from unet3d.data.forms import FORMS, affine_if_sound
 from unet3d.data.nifti import STRICT, ValidationRules, problem
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
@@ -94,28 +95,46 @@ def contradictions(case: Case, headers: Headers, rules: ValidationRules = STRICT
                 path,
                 f"has shape {image.shape}, but is one channel of several",
             )
-        misfit = None if first is None else _misfit(first, image, rules)
+        misfit = None if first is None else _misfit(case, first, image, rules)
         if misfit is not None:
-            yield problem(
-                case.id,
-                path,
-                f"{misfit} {case.images[0]}; resample it onto the image's grid",
-            )
+            yield problem(case.id, path, misfit)
 
 
-def _misfit(first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:
-    """Return how an image differs from the grid of the first; None if it does not."""
+def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:
+    """Return how an image differs from the grid of the first, and what helps; None if it does not differ."""
+    path = case.images[0]
     size = first.shape[:3]
-    if image.shape[:3] != size:
-        return f"has {image.shape[:3]} voxels, not the {size} of"
-    if rules.affine:
+    is_of_size = image.shape[:3] == size
+    distance = corner_distance(size, first.affine, image.affine) if is_of_size else np.inf
+    if distance <= SAME_GRID or (rules.affine and is_of_size):
         return None
+    axes, axes_of_first = ("".join(nib.aff2axcodes(one.affine)) for one in (image, first))
+    if axes != axes_of_first and _are_near(canonical_grid(first), canonical_grid(image)):
+        what = f"has the grid of {path} with other axes ({axes}, not {axes_of_first})"
+        return f"{what}; reorient it to {axes_of_first}, no voxel has to be resampled"
+    if not is_of_size:
+        return f"has {image.shape[:3]} voxels, not the {size} of {path}; resample it onto the image's grid"
+    what = f"lies up to {distance:.3g} voxels away from {path}"
+    remedy = "resample it onto the image's grid"
+    for form in FORMS:
+        affines = [affine_if_sound(one.header, form) for one in (first, image)]
+        if affines[0] is None or affines[1] is None:
+            continue
+        if corner_distance(size, affines[0], affines[1]) <= SAME_GRID:
+            return f"{what}, but by their {form} both have one grid: add data.affine={form}, or {remedy}"
+    return f"{what}; {remedy}"
+
+
+def _are_near(first: Grid, other: Grid) -> bool:
+    """Return whether the corners of two grids are within rounding."""
+    return first.shape == other.shape and corner_distance(first.shape, first.affine, other.affine) <= SAME_GRID
+
+
+def corner_distance(size: tuple[int, ...], first: np.ndarray, other: np.ndarray) -> float:
+    """Return the largest distance, in voxels of the first, between corners of volumes of this size by two affines."""
     corners = np.array(list(product(*((0, n - 1) for n in size))))
-    matrix = np.linalg.inv(first.affine) @ image.affine
-    distance = np.abs(apply_affine(matrix, corners) - corners).max()
-    if distance <= SAME_GRID:
-        return None
-    return f"lies up to {distance:.3g} voxels away from"
+    matrix = np.linalg.inv(first) @ other
+    return float(np.abs(apply_affine(matrix, corners) - corners).max())
 
 
 def foreign_units(case: Case, headers: Headers) -> list[UserError]:

@@ -37,7 +37,7 @@ class FileHasher:
             stream.seek(0)
             self._whole.update(hashlib.file_digest(stream, "sha256").digest())  # type: ignore[arg-type]
         # A gzip file ends with the checksum of its whole content, so its last block settles it.
-        if size > BLOCK * BLOCKS and not name.endswith(".gz"):
+        if size > BLOCK * BLOCKS and not nifti.is_compressed(name):
             self._times.append(status.st_mtime_ns)
 
     def hashes(self) -> Hashes:

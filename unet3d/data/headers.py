@@ -6,11 +6,14 @@ from textwrap import shorten
 from typing import BinaryIO, NamedTuple
 
 import nibabel as nib
+import numpy as np
+from nibabel.affines import voxel_sizes
 
 from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.forms import affine_if_sound, form_taken, two_places, two_sizes
 from unet3d.data.grids import (
     Grid,
     Headers,
@@ -25,6 +28,7 @@ from unet3d.data.nifti import ValidationRules, problem
 
 WARNING = "warning: "  # a run starts despite lines that begin so
 MAX_LINES_OF_CASE = 10  # about the files of one case
+SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 MAX_NAMES = 2_000  # characters of names in a line
 
 
@@ -36,6 +40,7 @@ class CaseHeader(NamedTuple):
     orientation: str  # of the first image's axes, such as LPS; "" where it cannot be read
     channels: int  # of all images that could be read
     lines: tuple[str, ...]  # what is wrong, and warnings of what the options accept
+    sizes: tuple[str, ...]  # of files that state two voxel sizes
     hashes: dict[str, Hashes]  # of "images" and "labels", if asked for and all could be read
 
     @property
@@ -59,7 +64,7 @@ def scan_case(
     for path in case.files:
         kind = "labels" if path == case.label else "images"
         try:
-            with files.scanned(case.id, path) as file:
+            with files.scanned(case, path) as file:
                 headers[path] = file.image
                 if fingerprint is not None:
                     _hash(hashers[kind], case, path, file.stream)
@@ -81,8 +86,38 @@ def scan_case(
         orientation="" if first is None else "".join(nib.aff2axcodes(first.affine)),
         channels=channels,
         lines=(*_bounded(case, problems), *_bounded(case, _warnings(case, headers, problems), WARNING)),
+        sizes=tuple(stated_twice(case, headers)),
         hashes=hashes,
     )
+
+
+def stated_twice(case: Case, headers: Headers) -> Iterator[str]:
+    """Yield a line for each file that states two voxel sizes."""
+    for path, image in headers.items():
+        words = two_sizes(image.header, case.affine)
+        if words:
+            yield f"{case.id}: {path}: {words}"
+
+
+def oddities(image: nib.Nifti1Image, form: str) -> Iterator[str]:
+    """Yield what may be right in a header but often is not."""
+    header = image.header
+    axes = image.affine[:3, :3] / voxel_sizes(image.affine)
+    if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
+        yield "its grid is sheared; it is used as if its axes were at right angles"
+    if max(header["sform_code"], header["qform_code"]) <= 0:
+        yield "neither sform nor qform is set: which side is left is a guess; set one"
+    taken = form_taken(header, form)
+    if taken != form and header["qform_code"] > 0 and affine_if_sound(header, "qform") is None:
+        yield f"its qform is no rotation; the {taken} is taken"
+
+
+def placed_apart(case: Case, files: ImageFiles) -> Iterator[str]:
+    """Yield a line for each file of a case whose sform and qform place its voxels apart."""
+    for path, image in files.headers.items():
+        places = two_places(image.header, case.affine)
+        if places:
+            yield f"{WARNING}{case.id}: {path}: {places}"
 
 
 def _warnings(case: Case, headers: Headers, problems: Sequence[str]) -> list[str]:
@@ -123,4 +158,4 @@ def shown_names(names: Sequence[str]) -> str:
 
 def read_grid(case: Case, spacing: Sequence[float] | None) -> Grid:
     """Return the grid that the network sees of a case, from the header of its first image. Raises UserError."""
-    return target_grid(case, nifti.open_image(case.id, case.images[0]), spacing)
+    return target_grid(case, nifti.open_image(case.id, case.images[0], case.affine), spacing)

@@ -53,10 +53,10 @@ class ImageFiles:
             self.close()
 
     @contextmanager
-    def scanned(self, case_id: str, path: Path) -> Iterator[OpenFile]:
+    def scanned(self, case: Case, path: Path) -> Iterator[OpenFile]:
         """Open a file to look at its header and bytes within; it may stay open for its voxels. Raises UserError."""
         with ExitStack() as stack:
-            file = self._open(case_id, path)
+            file = self._open(case, path)
             stack.callback(file.stream.close)
             yield file
             if len(self._streams) < self._limit:
@@ -67,20 +67,20 @@ class ImageFiles:
     def opened(self, case: Case) -> Iterator[dict[Path, OpenFile]]:
         """Open the files of a case to read their voxels within, but for those still open. Raises UserError."""
         with ExitStack() as stack:
-            yield {path: stack.enter_context(self.reopened(case.id, path)) for path in case.files}
+            yield {path: stack.enter_context(self.reopened(case, path)) for path in case.files}
 
     @contextmanager
-    def reopened(self, case_id: str, path: Path) -> Iterator[OpenFile]:
+    def reopened(self, case: Case, path: Path) -> Iterator[OpenFile]:
         """Open a file to read its voxels within, unless it is still open. Raises UserError."""
         stream = self._streams.pop(path, None)
-        file = self._open(case_id, path) if stream is None else OpenFile(self.headers[path], stream)
+        file = self._open(case, path) if stream is None else OpenFile(self.headers[path], stream)
         with file.stream:
             yield file
 
-    def header(self, case_id: str, path: Path) -> nib.Nifti1Image:
+    def header(self, case: Case, path: Path) -> nib.Nifti1Image:
         """Return the header of a file as an image, as it was when the file was opened last. Raises UserError."""
         if path not in self.headers:
-            self.headers[path] = nifti.open_image(case_id, path)
+            self.headers[path] = nifti.open_image(case.id, path, case.affine)
         return self.headers[path]
 
     def close(self) -> None:
@@ -89,10 +89,10 @@ class ImageFiles:
             _, stream = self._streams.popitem()
             stream.close()
 
-    def _open(self, case_id: str, path: Path) -> OpenFile:
-        stream = nifti.open_file(case_id, path)
+    def _open(self, case: Case, path: Path) -> OpenFile:
+        stream = nifti.open_file(case.id, path)
         try:
-            image = nifti.read_header(case_id, path, stream)
+            image = nifti.read_header(case.id, path, stream, case.affine)
         except BaseException:
             stream.close()
             raise

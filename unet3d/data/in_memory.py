@@ -12,23 +12,20 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
-from unet3d.data.nifti import (
-    LARGEST,
-    SMALLEST,
-    open_image,
-    quiet_nibabel,
-    stem,
-)
+from unet3d.data.forms import LARGEST, SMALLEST
+from unet3d.data.nifti import open_image, quiet_nibabel, stem
 from unet3d.data.nifti_write import labels_like, scores_like
 
-ImageLike = Any  # an array, an image of nibabel, a path, or a list of paths, one a channel
+ImageLike = Any  # an array, an image of nibabel, a path, or a list of images or paths, one a channel
 PATH_TYPES = (str, PathLike)
 LARGEST_NUMBER = 8  # bytes of a number that NIfTI stores
 
 
 @contextmanager
-def temporary_case(image: ImageLike, spacing: Sequence[float] | None, affine: Any = None) -> Iterator[Case]:
-    """Yield a case of files: the given ones, or temporary ones of an array or image.
+def temporary_case(
+    image: ImageLike, spacing: Sequence[float] | None, affine: Any = None, channels: int = 1
+) -> Iterator[Case]:
+    """Yield a case of files: the given ones, or temporary ones of an array or images, for a network of `channels`.
 
     Raises UserError, in its own words.
     """
@@ -44,27 +41,48 @@ def temporary_case(image: ImageLike, spacing: Sequence[float] | None, affine: An
         raise UserError(f"segment: {what}")
     if affine is not None and not isinstance(image, np.ndarray):
         raise UserError("segment: only a NumPy array needs an affine, images and files have their own; leave it out")
-    if isinstance(image, (*PATH_TYPES, list, tuple)):
+    if are_paths(image):
         if spacing is not None:
             raise UserError("segment: a file has a spacing of its own; leave out spacing")
-        yield _case_of_paths([image] if isinstance(image, PATH_TYPES) else image)
+        files = [Path(path) for path in ([image] if isinstance(image, PATH_TYPES) else image)]
+        yield Case(stem(files[0]), tuple(files), None)
         return
+    images = list(image) if isinstance(image, list | tuple) else [_channels_first(image, channels)]
+    is_list = isinstance(image, list | tuple)
+    if is_list and not all(isinstance(one, nib.spatialimages.SpatialImage) for one in images or [None]):
+        what = "the paths of files, or images of nibabel, one a channel"
+        raise UserError(f"segment: a list holds {what}; stack arrays as C X Y Z")
     with TemporaryDirectory() as folder:
-        path = Path(folder, "image.nii")
+        paths = [Path(folder, f"image_{number:04d}.nii" if is_list else "image.nii") for number in range(len(images))]
         with quiet_nibabel():
-            nib.save(_as_nifti(image, spacing, affine), path)
+            for one, path in zip(images, paths, strict=True):
+                nib.save(_as_nifti(one, spacing, affine), path)
         try:
-            yield Case("image", (path,), None)
+            yield Case("image", tuple(paths), None)
         except UserError as error:
-            raise UserError(str(error).replace(str(path), "as it was given")) from error
+            text = str(error)
+            for number, path in enumerate(paths):
+                text = text.replace(str(path), f"number {number}, as it was given" if is_list else "as it was given")
+            raise UserError(text) from error
 
 
-def _case_of_paths(paths: Sequence[Any]) -> Case:
-    """Return the case of these files, one a channel. Raises UserError."""
-    if not paths or not all(isinstance(path, PATH_TYPES) for path in paths):
-        raise UserError("segment: a list holds the paths of files, one a channel; stack arrays as C X Y Z")
-    files = tuple(Path(path) for path in paths)
-    return Case(stem(files[0]), files, None)
+def are_paths(image: ImageLike) -> bool:
+    """Return whether an image is given by the path of its file, or by those of its channels."""
+    if isinstance(image, list | tuple):
+        return bool(image) and all(isinstance(path, PATH_TYPES) for path in image)
+    return isinstance(image, PATH_TYPES)
+
+
+def _channels_first(image: ImageLike, channels: int) -> ImageLike:
+    """Return an array X Y Z 1 as X Y Z, as a file's is read. Raises UserError where channels come last."""
+    if not isinstance(image, np.ndarray) or image.ndim != 4 or image.shape[0] == channels:
+        return image
+    if image.shape[-1] == 1:
+        return image[..., 0]
+    if image.shape[-1] == channels:
+        what = f"an array of shape {image.shape} has its channels last"
+        raise UserError(f"segment: {what}; give C X Y Z: numpy.moveaxis(image, -1, 0)")
+    return image
 
 
 @quiet_nibabel()

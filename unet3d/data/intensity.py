@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from unet3d.base.errors import UserError
+from unet3d.data.nifti import GREYS
 from unet3d.data.patches import subsample_indices
 
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
@@ -57,8 +58,10 @@ def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[n
         what = "no training case has a foreground voxel to take the scale from"
         raise UserError(f"data.intensity=ct: {what}; use zscore")
     rules = list[Intensity]()
-    for channel, kind in zip(values, kinds, strict=True):
-        rules.append(_ct(channel) if kind == "ct" else Intensity(kind))
+    for name, channel, kind in zip(channels, values, kinds, strict=True):
+        rule = _ct(channel) if kind == "ct" else Intensity(kind)
+        _refuse_constant(rule, f" in channel {name}" if len(channels) > 1 else "")
+        rules.append(rule)
     return tuple(rules)
 
 
@@ -66,13 +69,29 @@ def _ct(values: np.ndarray) -> Intensity:
     """Return nnU-Net's percentiles, mean and std (arXiv:1809.10486): CT numbers mean the same in every scan."""
     low, high = np.percentile(values, CT_PERCENTILES)
     clipped = values.clip(low, high)
+    with np.errstate(over="ignore"):
+        std = float(clipped.std())
+    if not 0 < std < math.inf:  # the squares left the range of float32
+        clipped = clipped.astype(np.float64)
+        std = float(clipped.std())
     return Intensity(
         kind="ct",
         low=float(low),
         high=float(high),
         mean=float(clipped.mean()),
-        std=float(clipped.std()) if low < high else 1.0,
+        std=std,
     )
+
+
+def _refuse_constant(rule: Intensity, where: str) -> None:
+    """Raise UserError for a rule of CT whose ends are one value, or so near that float32 has no steps between them."""
+    if rule.kind != "ct":
+        return
+    step = np.spacing(np.float32(max(abs(rule.low), abs(rule.high))))
+    if rule.high - rule.low < step * GREYS:
+        values = f"one value, {rule.low:g}" if rule.low == rule.high else f"nearly one value, {rule.low:.9g}"
+        what = f"the foreground of the training cases has {values}{where}"
+        raise UserError(f"data.intensity=ct: {what}: every image would become constant; use zscore")
 
 
 def checked_intensity(values: Any) -> Intensity:

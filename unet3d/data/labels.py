@@ -3,7 +3,7 @@
 And the map that unexpected labels need.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from textwrap import shorten
 
 from unet3d.base.errors import UserError
@@ -14,6 +14,7 @@ from unet3d.config.schema import Data
 
 LONGEST_LINE = 400  # letters about the values of classes
 MAX_NAMES = 2_000  # letters of the labels that dataset.json names
+IGNORED = ("ignore", "ignored")  # names of what nobody means to learn
 LISTED = 20  # labels in a message: more are no classes, but the voxels of an image
 Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all that may occur; None: as stored
 
@@ -97,33 +98,69 @@ def written_words(data: Data, names: Sequence[str]) -> str:
 
 def proposal(occurring: Collection[int], classes: int, relabel: Relabel = None) -> str:
     """Return the option that makes these labels of files fit `classes`; "" for what cannot be classes."""
+    sources = _sources(occurring, classes, relabel)
+    if not sources:
+        return ""
+    more = relabel is None and len(sources) >= classes
+    return as_option(sources) + (f" and {len(sources) + 1} names in data.classes" if more else "")
+
+
+def options_for(occurring: Collection[int], classes: int, relabel: Relabel, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the options that make these labels of files classes, as plain words; () for what cannot be classes.
+
+    `names` are of the classes, and those that are added have the labels' numbers; without them none can be added.
+    """
+    sources = _sources(occurring, classes, relabel)
+    if not sources:
+        return ()
+    option = as_option(sources).strip("'")
+    if relabel is not None or len(sources) < classes:
+        return (option,)
+    if not names:
+        return ()
+    known = dict(enumerate(names))
+    words = [names[0]]
+    for olds in sources.values():
+        words.append(known.get(olds, f"label_{olds}") if isinstance(olds, int) else "+".join(map(str, olds)))
+    return option, f"data.classes=[{','.join(words)}]"
+
+
+def likely_ignored(classes: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each class that is learned although its name says that it is not."""
+    for number, name in enumerate(classes):
+        if name.casefold() in IGNORED:
+            remedy = f"to leave its voxels out, set data.ignore={number}, or call it ignore in nnU-Net's dataset.json"
+            yield f"{name} is learned and scored as a class; {remedy}"
+
+
+def _sources(occurring: Collection[int], classes: int, relabel: Relabel) -> dict[int, int | list[int]]:
+    """Return the labels of files for each new one, {} for what cannot be classes."""
     known = range(classes) if relabel is None else relabel
     others = sorted({*occurring} - {*known})
     if not others or not _are_classes(others):
-        return ""
+        return {}
     if relabel is not None:
         return _with_background(others, classes, relabel)
     labels = range(1, classes)
     absent = [label for label in labels if label not in occurring]
     if len(others) > len(absent):  # more labels than classes
-        everything = {*labels, *others}
-        option = numbered(everything)
-        return option and f"{option} and {len(everything) + 1} names in data.classes"
-    sources = {label: label for label in labels}
+        everything = sorted({*labels, *others})
+        return dict(enumerate(everything, 1)) if _are_classes(everything) else {}
+    sources = dict[int, int | list[int]](zip(labels, labels, strict=True))
     for new, old in zip(absent[-len(others) :], others, strict=True):
         sources[new] = old
-    return as_option(sources)
+    return sources
 
 
-def _with_background(others: Sequence[int], classes: int, relabel: Mapping[int, int]) -> str:
-    """Return the option that makes a map's labels classes as before, and `others` background."""
+def _with_background(others: Sequence[int], classes: int, relabel: Mapping[int, int]) -> dict[int, int | list[int]]:
+    """Return the labels of files for each new one, as a map has them, and `others` for the background."""
     sources = dict[int, int | list[int]]()
     for number in range(classes):
         olds = [old for old, new in relabel.items() if new == number]
         if number == 0:
             olds += others
         sources[number] = sorted(olds)
-    return as_option(sources)
+    return sources
 
 
 def numbered(labels: Collection[int]) -> str:

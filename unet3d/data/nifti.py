@@ -4,9 +4,10 @@ import gzip
 import io
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -21,15 +22,15 @@ from nibabel.spatialimages import HeaderDataError
 from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
+from unet3d.data.forms import affine_of, form_faults
 
 SUFFIXES = (".nii.gz", ".nii")
+ENDING = re.compile(r"\.nii(\.gz)?\Z", re.IGNORECASE | re.ASCII)
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_VOXELS = 2**31  # a case is held in memory: 8 GiB as float32, four times the largest whole-body CT
 MAX_DEFLATE = 1032  # the highest compression ratio of deflate: a file that claims more voxels than that is truncated
 MAX_OFFSET = 2**26  # bytes before the voxels: a small gzip file may hold gigabytes
 MAX_TRAILING = 2**20  # bytes behind the voxels
-SMALLEST = 1e-7  # mm, below a nanometre: squares of less vanish
-LARGEST = 1e7  # mm, above a kilometre: squares of more overflow
 GREYS = 256  # steps that float32 must leave in an image's range
 READ_ERRORS = (
     OSError,
@@ -82,16 +83,25 @@ def problem(case_id: str, path: Path, what: str) -> UserError:
     return UserError(f"{case_id}: {path}: {what}")
 
 
+def ending(path: Path) -> str:
+    """Return .nii or .nii.gz as the file's name has it, also in upper case; "" for a name without them."""
+    found = ENDING.search(path.name)
+    return "" if found is None else found.group()
+
+
 def stem(path: Path) -> str:
     """Return the file's name without .nii or .nii.gz."""
-    if not path.name.endswith(SUFFIXES):
-        return path.name
-    return path.name.removesuffix(".gz").removesuffix(".nii")
+    return path.name.removesuffix(ending(path))
+
+
+def is_compressed(name: str) -> bool:
+    """Return whether a file of this name is compressed by gzip."""
+    return name.lower().endswith(".gz")
 
 
 def open_file(case_id: str, path: Path) -> BinaryIO:
     """Open a file that has the name and the first bytes of a NIfTI file. Raises UserError."""
-    if not path.name.endswith(SUFFIXES):
+    if not ending(path):
         raise problem(case_id, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
     try:
         stream = open_regular(path) if path.is_file() else None  # not of a pipe: reading would wait for it
@@ -99,15 +109,26 @@ def open_file(case_id: str, path: Path) -> BinaryIO:
         reason = getattr(error, "strerror", None) or error
         raise problem(case_id, path, f"cannot be opened ({reason}); fix that or remove the case") from error
     if stream is None:
-        is_channel = stem(path)[:-5] == case_id
-        what = f"{stem(path)} is missing" if is_channel else "no such file"
-        raise problem(case_id, path, f"{what}; restore it or remove the case")
+        raise problem(case_id, path, _absence(case_id, path))
     try:
         _refuse_first_bytes(case_id, path, stream)
     except BaseException:
         stream.close()
         raise
     return stream
+
+
+def _absence(case_id: str, path: Path) -> str:
+    """Return that a file is missing, and what helps: its name may be written otherwise."""
+    is_channel = stem(path)[:-5] == case_id
+    what = f"{stem(path)} is missing" if is_channel else "no such file"
+    if "\\" in str(path):
+        return f"{what}: its backslashes are letters of a name here; write / between folders"
+    with suppress(OSError):
+        for other in sorted(path.parent.iterdir()):
+            if ending(other) and stem(other) == stem(path):
+                return f"{what}, but {other.name} is there; name that one, or rename it"
+    return f"{what}; restore it or remove the case"
 
 
 def _refuse_first_bytes(case_id: str, path: Path, stream: BinaryIO) -> None:
@@ -119,7 +140,7 @@ def _refuse_first_bytes(case_id: str, path: Path, stream: BinaryIO) -> None:
         raise problem(case_id, path, what) from error
     if not start:
         raise problem(case_id, path, "is empty; replace the file")
-    if path.name.endswith(".gz") and start != GZIP_MAGIC:
+    if is_compressed(path.name) and start != GZIP_MAGIC:
         raise problem(
             case_id,
             path,
@@ -127,30 +148,34 @@ def _refuse_first_bytes(case_id: str, path: Path, stream: BinaryIO) -> None:
         )
 
 
-def open_image(case_id: str, path: Path) -> nib.Nifti1Image:
+def open_image(case_id: str, path: Path, form: str = "auto") -> nib.Nifti1Image:
     """Return the file with its header checked, its voxels unread. Raises UserError."""
     with open_file(case_id, path) as stream:
-        return read_header(case_id, path, stream)
+        return read_header(case_id, path, stream, form)
 
 
 @quiet_nibabel()
-def read_header(case_id: str, path: Path, stream: BinaryIO) -> nib.Nifti1Image:
-    """Return an open file as an image, its header checked, its voxels unread. Raises UserError."""
+def read_header(case_id: str, path: Path, stream: BinaryIO, form: str = "auto") -> nib.Nifti1Image:
+    """Return an open file as an image, its header checked, its voxels unread. Raises UserError.
+
+    Its affine is that of the `form` (data.affine); its header keeps all that the file's says.
+    """
     try:
         kind, stored = _stored_header(path, stream)  # without extensions: nibabel would parse some as other formats
         zooms = stored["pixdim"][1:4].copy()  # as stored: the check turns a 0 into 1
         header = stored.copy()
         header.check_fix()
         voxels = ArrayProxy(path, header, mmap=False)
-        affine = header.get_best_affine()
         held_bytes = os.fstat(stream.fileno()).st_size
     except READ_ERRORS as error:
         raise problem(case_id, path, f"not readable as NIfTI ({error}); replace the file") from error
-    if path.name.endswith(".gz"):
+    if is_compressed(path.name):
         held_bytes *= MAX_DEFLATE
-    for fault in (*_voxel_faults(voxels, held_bytes), *_affine_faults(affine, zooms)):
+    for fault in (*_voxel_faults(voxels, held_bytes), *form_faults(header, form, zooms)):
         raise problem(case_id, path, fault)
-    return kind(voxels, affine, header)
+    image = kind(voxels, affine_of(header, form), header)
+    image.header.structarr[...] = header.structarr  # nibabel has written an affine that is not its first over others
+    return image
 
 
 def _stored_header(path: Path, stream: BinaryIO) -> tuple[type[nib.Nifti1Image], nib.Nifti1Header]:
@@ -171,7 +196,7 @@ def _stored_header(path: Path, stream: BinaryIO) -> tuple[type[nib.Nifti1Image],
 def _content(path: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
     """Yield the content of an open file from its beginning, inflated if it is compressed; the file stays open."""
     stream.seek(0)
-    if not path.name.endswith(".gz"):
+    if not is_compressed(path.name):
         yield stream
         return
     with gzip.GzipFile(fileobj=stream) as inflated:
@@ -193,19 +218,6 @@ def _voxel_faults(voxels: ArrayProxy, held_bytes: int) -> Iterator[str]:
     claimed_bytes = voxels.offset + count * voxels.dtype.itemsize
     if claimed_bytes > held_bytes:
         yield f"claims {claimed_bytes:,} bytes but holds {held_bytes:,} at most: truncated; replace the file"
-
-
-def _affine_faults(affine: np.ndarray, zooms: np.ndarray) -> Iterator[str]:
-    """Yield what is wrong with an affine (4, 4), to mm, and with the voxel sizes (mm) that the header states."""
-    if not np.isfinite(zooms).all() or not zooms.all():
-        yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
-    with np.errstate(all="ignore"):  # an overflow is refused below
-        sizes = np.linalg.norm(affine[:3, :3], axis=0)
-        is_regular = abs(np.linalg.det(affine[:3, :3])) > 1e-6 * sizes.prod()
-    if not is_regular or not np.isfinite(affine).all():
-        yield f"has the affine {affine.tolist()}, which maps no volume; correct its sform"
-    if sizes.min() < SMALLEST or np.abs(affine).max() > LARGEST:
-        yield f"has the affine {affine.tolist()} (mm), too small or large; correct its sform"
 
 
 def channels(image: nib.Nifti1Image) -> int:
@@ -236,7 +248,7 @@ def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
     Reads a compressed file to the end of the stream, where the checksum is: nibabel stops before it.
     """
     scale = (voxels.slope, voxels.inter)
-    if not path.name.endswith(".gz"):
+    if not is_compressed(path.name):
         return ArrayProxy(stream, (voxels.shape, voxels.dtype, voxels.offset, *scale), mmap=False)
     with _content(path, stream) as inflated:
         inflated.seek(voxels.offset)  # inflates what lies before, piece by piece

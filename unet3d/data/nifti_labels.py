@@ -1,5 +1,6 @@
 """Label maps in NIfTI files: every voxel is a class or is ignored, or the file is refused."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,15 +20,31 @@ LABELS_LISTED = 5  # unknown labels in a message
 class UnknownLabels(UserError):
     """A label map holds values that are no class.
 
-    `labels` are its labels but 0, where they are whole numbers; `alone` is the message without the `option` that would
-    suit this file.
+    `labels` are its labels but 0, where they are whole numbers; `alone` is the message without the remedy, the `option`
+    that would suit this file.
     """
 
     def __init__(self, message: str, labels: frozenset[int] = frozenset(), option: str = "") -> None:
-        remedy = f", or add {option}" if option else ""
-        super().__init__(message + remedy)
+        remedy = f"correct the file, or add {option}" if option else "map them with data.label_map"
+        super().__init__(f"{message}; {remedy}")
         self.labels = labels
         self.alone = message
+        self.option = option
+
+
+def messages(errors: Sequence[UserError]) -> list[str]:
+    """Return the lines of errors, after one about labels, where those of several maps are unknown.
+
+    What suits one map may not suit another; `check-data` reads them all.
+    """
+    unknown = [error for error in errors if isinstance(error, UnknownLabels)]
+    if len(unknown) < 2:
+        return [*map(str, errors)]
+    lines = [error.alone if isinstance(error, UnknownLabels) else str(error) for error in errors]
+    options = {error.option for error in unknown}
+    add = f"add {options.pop()}" if len(options) == 1 and unknown[0].option else "map them with data.label_map"
+    advice = f"{len(unknown)} label maps hold other labels: {add}; python -m unet3d check-data looks at all maps"
+    return [advice, *lines]
 
 
 def read_label(
@@ -95,5 +112,5 @@ def _unknown_labels(
     labels = frozenset[int]()
     if np.isfinite(unknown).all() and (unknown == np.rint(unknown)).all():
         labels = frozenset(int(value) for value in values if value not in (0, ignore))
-    what = f"{is_unknown.sum()} voxels have the label {listed}; allowed are {allowed}; relabel them"
+    what = f"{is_unknown.sum()} voxels have the label {listed}; allowed are {allowed}"
     return UnknownLabels(f"{place}: {what}", labels, proposal(labels, classes, relabel))

@@ -11,7 +11,7 @@ import nibabel as nib
 import numpy as np
 
 from unet3d.base.files import replacing
-from unet3d.data.nifti import open_image, quiet_nibabel, stem
+from unet3d.data.nifti import is_compressed, open_image, quiet_nibabel, stem
 
 LEVEL = 6  # of gzip; 9, Python's own, takes ten times as long on a noisy label map, whose file is then 5% smaller
 
@@ -90,4 +90,4 @@ def save_image(path: Path, image: nib.Nifti1Image) -> None:
     """Write `image` to `path` (.nii or .nii.gz), whole or not at all. Same image, same bytes. Raises OSError."""
     content = image.to_bytes()
     with replacing(path) as file:
-        file.write(gzip.compress(content, LEVEL, mtime=0) if path.name.endswith(".gz") else content)
+        file.write(gzip.compress(content, LEVEL, mtime=0) if is_compressed(path.name) else content)

@@ -48,6 +48,11 @@ class PreparedCase:
     spacing: tuple[float, float, float]  # mm
     foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that occurs
 
+    @property
+    def labels(self) -> frozenset[int]:
+        """The foreground labels that occur."""
+        return frozenset(int(self.label[tuple(voxels[0])]) for voxels in self.foreground)
+
 
 def cached(
     cache: dict[str, PreparedCase] | None,

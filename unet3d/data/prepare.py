@@ -3,24 +3,26 @@
 If memory keeps the volumes, each is read once.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError, listed
+from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
 from unet3d.data import disk_cache
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.disk_cache import DiskCache, can_stay_mapped
 from unet3d.data.grids import Grid
-from unet3d.data.headers import CaseHeader
+from unet3d.data.headers import WARNING, CaseHeader
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.sparse import SparseReader
-from unet3d.data.splits import split
+from unet3d.data.splits import absences, split
 from unet3d.data.twins import VoxelDigest, leaks, voxel_digests
 from unet3d.data.validate import sound_headers
 
@@ -73,12 +75,41 @@ def prepare_data(options: Data) -> PreparedData:
             files=files,
         )
         _load(reader, options, train, val)
+        reader.measure(train)
         if not options.semi:
-            twins = list(leaks(train, val, _digests(train, val, reader)))
+            twins = list(leaks(train, val, _digests(train, val, reader), reader.rules, files))
             if twins:
                 raise UserError("\n".join(listed(twins)))
     read_train, read_val = _readers(options, reader, train)
-    return PreparedData(dataset, train, val, reader, read_train, read_val, headers)
+    data = PreparedData(dataset, train, val, reader, read_train, read_val, headers)
+    if options.cache != "off":  # which reads nothing before the first step
+        _refuse_nothing_to_learn(data, options)
+    return data
+
+
+def _refuse_nothing_to_learn(data: PreparedData, options: Data) -> None:
+    """Print a line for classes that no training case shows, and for held-out cases without a voxel to score.
+
+    Raises UserError where training cases show no class.
+    """
+    learned = _labels(data.train, data.read_train)
+    scored = _labels(data.val, data.read_val)
+    lines = list(absences(data.dataset, options, learned, scored))
+    if not all(line.startswith(WARNING) for line in lines):
+        raise UserError("\n".join(lines))
+    if not scored:
+        is_ignored = all(bool((data.read_val(case).label == IGNORE).all()) for case in data.val)
+        problem = "every held-out voxel is ignored" if is_ignored else "no foreground in any held-out case"
+        effect = "there will be no score, and no best.pt; use last.pt" if is_ignored else "scores are 0, or n/a"
+        lines.append(f"{WARNING}{data.dataset.name}: {problem}: {effect}, or hold out others (data.split, data.fold)")
+    if not ranks.RANK:
+        for line in lines:
+            print(line, file=sys.stderr)
+
+
+def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
+    """Return the foreground labels of cases, one case at a time: their files may be too many to be open at once."""
+    return frozenset[int]().union(*(read(case).labels for case in cases))
 
 
 def _cache(options: Data, cases: int) -> dict[str, PreparedCase] | None:

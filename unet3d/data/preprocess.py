@@ -17,7 +17,7 @@ from unet3d.data.case_arrays import CASE, fit_case, fit_kinds, label_arrays, lab
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.disk_cache import Arrays, DiskCache, key_of
 from unet3d.data.hashes import sampled_hashes
-from unet3d.data.headers import CaseHeader, read_grid
+from unet3d.data.headers import CaseHeader, read_grid, shown_names
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import (
     Intensity,
@@ -27,12 +27,15 @@ from unet3d.data.intensity import (
     normalise_in_place,
 )
 from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
+from unet3d.data.nifti_labels import messages
 from unet3d.data.patches import PreparedCase, cached, prepare
+from unet3d.data.seen import Seen, sampled
 from unet3d.data.volume import Volume, read_volume
 
 T = TypeVar("T")
 IMAGE_BYTES = 4  # of a voxel of a channel, float32
 LABEL_BYTES = 2  # of a voxel of a label map, int16
+MEASURED_CASES = 20  # whose images are measured, where memory does not hold all
 
 
 @dataclass
@@ -48,6 +51,7 @@ class CaseReader:
     disk: DiskCache | None = None
     headers: Mapping[str, CaseHeader] = field(default_factory=dict, repr=False)  # by case id, for `disk` with hashes
     files: ImageFiles = field(default_factory=ImageFiles, repr=False)
+    seen: Seen | None = field(default=None, repr=False)  # what the training cases are like, once `measure` was called
 
     def __call__(self, case: Case) -> PreparedCase:
         return cached(self.cache, case, self._prepare if self.disk is None else self._map)
@@ -121,6 +125,44 @@ class CaseReader:
             for case in cases:
                 normalise_in_place(self.cache[case.id].image.numpy(), self.intensity)
 
+    def measure(self, train: Sequence[Case]) -> None:
+        """Note what the images of the training cases are like; warn of those without contrast.
+
+        Without a cache none is read for z-scores, which follow any unit. Raises UserError for an image that CT's rule
+        makes constant, and where no image has any contrast.
+        """
+        cases = train if self.disk is None and self.cache is not None else _spread(train, MEASURED_CASES)
+        if self.disk is None and self.cache is None and all(rule.kind == "zscore" for rule in self.intensity):
+            cases = []
+        samples = list[np.ndarray]()
+        flat = dict[str, list[str]]()  # by channel, the ids of cases in which it has one value
+        for case in progress.track(cases, "measuring images", len(cases)):
+            image = self(case).image.numpy()
+            samples.append(sampled(image))
+            for number, channel in enumerate(image):
+                if np.ptp(samples[-1][number]) == 0 and channel.min() == channel.max():
+                    self._refuse_clipped(case, number)
+                    flat.setdefault(self.dataset.channels[number], []).append(case.id)
+        if cases and sum(map(len, flat.values())) == len(cases) * len(self.dataset.channels):
+            raise UserError(f"{cases[0].id}: its image has one value, as those of all {len(cases)} training cases have")
+        for name, ids in flat.items() if ranks.RANK == 0 else ():
+            what = f"channel {name} has one value in {len(ids)} of {len(cases)} training cases ({shown_names(ids)})"
+            print(f"warning: {escaped(what)}: nothing can be learned from it there", file=sys.stderr)
+        stored = [self.headers[case.id].stored for case in train]
+        self.seen = Seen.of([grid for grid in stored if grid is not None], samples, self.intensity)
+
+    def _refuse_clipped(self, case: Case, number: int) -> None:
+        """Raise UserError where CT's rule has made a channel constant that is not so in its file."""
+        rule = self.intensity[number]
+        if rule.kind != "ct":
+            return
+        channel = self.read_volume(case).image[number]
+        low, high = channel.min().item(), channel.max().item()
+        if low < high:
+            clips = f"which data.intensity=ct clips to {rule.low:g} to {rule.high:g}: the image would become constant"
+            what = f"has values from {low:g} to {high:g}, {clips}"
+            raise problem(case.id, case.images[0], f"{what}; correct its unit, remove the case, or use zscore")
+
     def preload(self, cases: Sequence[Case]) -> None:
         """Prepare every case now. Raises UserError that lists all that cannot be used."""
         for _ in _usable(self._ordered(cases), "reading cases", self):
@@ -140,6 +182,8 @@ class CaseReader:
         )
         if self.dataset.relabel is not None:
             options += (sorted(self.dataset.relabel.items()),)
+        if case.affine in ("qform", "pixdim"):  # others read what is first, as caches of earlier versions hold it
+            options += (case.affine,)
         return key_of(hashes, options, [asdict(rule) for rule in self.intensity], about)
 
     def _bytes(self, case: Case, maps: int) -> int:
@@ -247,15 +291,21 @@ class CaseReader:
         return foreground_sample(volume.image, volume.label, self.dataset.ignore)
 
 
+def _spread(cases: Sequence[Case], most: int) -> list[Case]:
+    """Return at most so many of the cases, spread over all of them: names often follow their origin."""
+    places = np.linspace(0, len(cases) - 1, min(most, len(cases)), dtype=int)
+    return [cases[place] for place in places]
+
+
 def _usable(cases: Sequence[Case], what: str, read: Callable[[Case], T]) -> Iterator[T]:
     """Yield each case read. Raises UserError at the end that lists all cases that cannot be used."""
-    problems = list[str]()
+    problems = list[UserError]()
     for case in progress.track(cases, what, len(cases)):
         try:
             result = read(case)
         except UserError as error:
-            problems.append(str(error))
+            problems.append(error)
         else:
             yield result
     if problems:
-        raise UserError("\n".join(listed(problems)))
+        raise UserError("\n".join(listed(messages(problems))))

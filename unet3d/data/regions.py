@@ -1,11 +1,11 @@
 """Regions of a data set: of nnU-Net's dataset.json, or of data.regions, first by the files' labels, then by classes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
 from unet3d.base.regions import Regions
-from unet3d.config.region_rules import checked_regions
+from unet3d.config.region_rules import checked_regions, refuse_blank, refuse_hidden
 from unet3d.config.schema import Data
 from unet3d.data.dataset_json import DatasetJson, refuse_odd_names, shown
 from unet3d.data.labels import Relabel
@@ -84,6 +84,7 @@ def as_classes(
     `classes` name what the files' labels become by `relabel`. Raises UserError for regions that do not fit them.
     """
     refuse_odd_names(dict(enumerate(named.names)), "regions", where)
+    refuse_blank(named.names, f"{where}: regions")
     names = (classes[0], *named.names)
     if len({*names}) < len(names):
         raise UserError(f"{where}: regions {shown(list(names))}; give each its own name, and another than background's")
@@ -104,4 +105,21 @@ def as_classes(
     if lone:
         problem = f"label {shown(classes[lone[0]])} is in no region"
         raise UserError(f"{where}: {problem}; add it to one, or to 0 of data.label_map")
-    return names, Regions(tuple(regions), tuple(drawn))
+    of_classes = Regions(tuple(regions), tuple(drawn))
+    refuse_hidden(named.names, of_classes, where)
+    return names, of_classes
+
+
+def misread(dataset_names: Sequence[str], regions: Regions) -> Iterator[str]:
+    """Yield a sentence for each label that is drawn so that label maps show another region than those that hold it.
+
+    `dataset_names` are the background's and the regions'.
+    """
+    drawn = regions.shown_as()
+    for name, labels in zip(dataset_names[1:], regions.labels, strict=True):
+        for label, shown_as in drawn.items():
+            is_held = label in labels
+            if is_held == (shown_as in labels):
+                continue
+            effect = f"do not show {shown(name)} there" if is_held else f"show {shown(name)} there too"
+            yield f"label {label} is drawn as {shown_as}: label maps {effect}; change regions_class_order if they can"

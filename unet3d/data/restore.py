@@ -80,7 +80,7 @@ def to_original(
     strip. `image` is the header of the first image, if it has been read. Raises UserError.
     """
     if image is None:
-        image = nifti.open_image(case.id, case.images[0])
+        image = nifti.open_image(case.id, case.images[0], case.affine)
     source = target_grid(case, image, spacing)
     target = canonical_grid(image)
     axes = nib.io_orientation(image.affine)

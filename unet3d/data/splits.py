@@ -1,7 +1,7 @@
 """The cases to train on and those to hold out: by a file, a fold or a share; a patient's cases stay together."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,14 @@ import numpy as np
 from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.dataset_json import read_json, shown
+from unet3d.data.dataset_json import read_any_json, shown
 from unet3d.data.file_names import MAX_NAME
-from unet3d.data.groups import group_of_cases
+from unet3d.data.groups import group_of_cases, known_id
+from unet3d.data.headers import WARNING, shown_names
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 NAMES_LISTED = 5  # case ids in a message
+SPLIT = '{"train": [ids], "val": [ids]}'
 
 
 def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
@@ -35,13 +37,54 @@ def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Cas
     if data.groups is not None:
         groups = group_of_cases(ids, data.groups)
     if data.split is not None:
-        train, val = _listed(ids, read_json(Path(data.split)), data.split)
+        train, val = _listed(ids, _parts_in_file(data.split, data), data.split)
         _refuse_torn_groups(train, val, groups, data.split)
     else:
         held_out = _held_out_groups(groups, data)
         train = [case_id for case_id in ids if groups[case_id] not in held_out]
         val = [case_id for case_id in ids if groups[case_id] in held_out]
     return tuple(labelled[case_id] for case_id in train), tuple(labelled[case_id] for case_id in val)
+
+
+def unused(dataset: DatasetInfo, data: Data, train: Sequence[Case], val: Sequence[Case]) -> Iterator[str]:
+    """Yield a sentence on the cases that are in neither part of a split: without a label map, or left out by a file."""
+    labelled = [case for case in dataset.cases if case.label is not None]
+    count = len(dataset.cases)
+    if len(labelled) < count:
+        names = _some([case.id for case in dataset.cases if case.label is None])
+        what = f"{count - len(labelled)} of {count} cases have no label map: not used ({names})"
+        yield f"{dataset.name}: {what}; are the names of images and label maps equal?"
+    if data.split is not None and data.fold is not None and isinstance(read_any_json(Path(data.split)), dict):
+        yield f"data.fold={data.fold} does nothing beside data.split={data.split}, which holds one split"
+    used = {case.id for case in (*train, *val)}
+    left = [case.id for case in labelled if case.id not in used]
+    if left:
+        what = f"{len(left)} of {len(labelled)} labelled cases are in neither part: not used ({_some(left)})"
+        yield f"{data.split}: {what}"
+
+
+def _parts_in_file(where: str, data: Data) -> Mapping[str, Any]:
+    """Return what a file holds, of a list of splits, as nnU-Net's splits_final.json, entry data.fold.
+
+    Raises UserError.
+    """
+    if Path(where).suffix == ".pkl":
+        raise UserError(f"data.split={where}: a pickle may run any code and is not read; write its list as JSON")
+    content = read_any_json(Path(where))
+    if isinstance(content, dict):
+        return content
+    if not isinstance(content, list) or not content:
+        raise UserError(f"{where}: holds no split; write {SPLIT}, or a list of them")
+    splits = f"{where}: holds a list of {len(content)} splits"
+    if data.fold is None and len(content) > 1:
+        raise UserError(f"{splits}; say which one by data.fold, from 0 to {len(content) - 1}")
+    if len(content) != data.folds and len(content) > 1:
+        raise UserError(f"{splits}, but data.folds={data.folds}; add data.folds={len(content)}")
+    number = data.fold or 0
+    parts = content[number] if number < len(content) else None
+    if not isinstance(parts, dict):
+        raise UserError(f"{where}: entry {number} of its list is {shown(parts)}; write {SPLIT}")
+    return parts
 
 
 def _held_out_groups(groups: Mapping[str, str], data: Data) -> Collection[str]:
@@ -81,21 +124,29 @@ def _refuse_torn_groups(train: Sequence[str], val: Sequence[str], groups: Mappin
 
 def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
     """Return the parts that `content`, read from `where`, lists as {"train": [ids], "val": [ids]}. Raises UserError."""
-    known = {*ids}
-    for part in ("train", "val"):
-        names = content.get(part)
-        if not isinstance(names, list) or not names:
-            raise UserError(f'{where}: "{part}" must list one case id or more: {{"train": [ids], "val": [ids]}}')
-        unknown = [name for name in names if not isinstance(name, str) or name not in known]
-        if unknown:
-            raise UserError(f'{where}: "{part}" names {_some(unknown)}: no labelled case here; remove or rename')
-        repeated = sorted(name for name, times in Counter(names).items() if times > 1)
-        if repeated:
-            raise UserError(f'{where}: "{part}" names {_some(repeated)} more than once; name each case once')
-    in_both = sorted({*content["train"]} & {*content["val"]})
+    train, val = (_ids_of_part({*ids}, content, part, where) for part in ("train", "val"))
+    in_both = sorted({*train} & {*val})
     if in_both:
         raise UserError(f'{where}: {_some(in_both)} in both "train" and "val"; a case can only be in one of them')
-    return sorted(content["train"]), sorted(content["val"])
+    return train, val
+
+
+def _ids_of_part(ids: Collection[str], content: Mapping[str, Any], part: str, where: str) -> list[str]:
+    """Return the ids that `content` lists under the name of a part, which may be files' names. Raises UserError."""
+    names = content.get(part)
+    if not isinstance(names, list) or not names:
+        present = f"; it has {shown(list(content))}" if part not in content else ""
+        raise UserError(f'{where}: "{part}" must list one case id or more: {SPLIT}{present}')
+    meant = [known_id(name, ids) for name in names]
+    unknown = [name for name, case_id in zip(names, meant, strict=True) if case_id is None]
+    if unknown:
+        problem = f"no labelled case here; remove or rename, ids are as {shown(min(ids))}"
+        raise UserError(f'{where}: "{part}" names {_some(unknown)}: {problem}')
+    found = [case_id for case_id in meant if case_id is not None]
+    repeated = sorted(case_id for case_id, times in Counter(found).items() if times > 1)
+    if repeated:
+        raise UserError(f'{where}: "{part}" names {_some(repeated)} more than once; name each case once')
+    return sorted(found)
 
 
 def _some(names: Sequence[Any]) -> str:
@@ -106,3 +157,48 @@ def _some(names: Sequence[Any]) -> str:
         words.append(name if is_short else shown(name))
     more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
     return ", ".join(words) + more
+
+
+def labels_by_class(dataset: DatasetInfo) -> dict[str, Sequence[int]]:
+    """Return the label values of each class, or region, but the background."""
+    names = dataset.classes[1:]
+    if dataset.regions is None:
+        return {name: (value,) for value, name in enumerate(names, start=1)}
+    return dict(zip(names, dataset.regions.labels, strict=True))
+
+
+def absences(
+    dataset: DatasetInfo, data: Data, learned: Set[int], scored: Set[int], stored: Set[int] = frozenset()
+) -> Iterator[str]:
+    """Yield classes that no training case shows: an error where none is shown, else warnings with what to do.
+
+    `learned` and `scored` are the labels of training and held-out cases on the network's grid, `stored` those of the
+    training files, where they are known.
+    """
+    place = "training case" if data.sparse is None else "slice that is learned from"
+    labels_of = labels_by_class(dataset)
+    absent = {name: labels for name, labels in labels_of.items() if learned.isdisjoint(labels)}
+    resampled = "" if data.spacing is None else f" at data.spacing={data.spacing}"
+    if len(absent) == len(labels_of):
+        problem = "there is nothing to learn, check the label maps"
+        yield f"{dataset.name}: no foreground in any {place}{resampled}; {problem}"
+        return
+    finer = "" if data.spacing is None else ", give a finer data.spacing"
+    held_out = list[str]()
+    vanished = list[str]()
+    nowhere = list[str]()
+    for name, labels in absent.items():
+        if resampled and not stored.isdisjoint(labels):
+            vanished.append(name)
+        elif scored.isdisjoint(labels):
+            nowhere.append(name)
+        else:
+            held_out.append(name)
+    kinds = (
+        (vanished, "all voxels are lost by resampling; give a finer data.spacing"),
+        (held_out, "only in held-out ones; hold out others (data.split, data.fold)"),
+        (nowhere, f"check the label maps{finer}, or leave the class out"),
+    )
+    for names, remedy in kinds:
+        if names:
+            yield f"{WARNING}{dataset.name}: {shown_names(names)} in no {place}{resampled}, so not learned: {remedy}"

@@ -1,7 +1,9 @@
 """Held-out cases that training sees, too: found by their voxels, one volume in memory at a time."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, permutations, product
 
 import numpy as np
 
@@ -111,7 +113,7 @@ def _digests(case: Case, rules: ValidationRules, files: ImageFiles) -> Digests:
     """Return the digests of the images of a case. Raises UserError."""
     digest = VoxelDigest()
     for path in case.images:
-        with files.reopened(case.id, path) as file:
+        with files.reopened(case, path) as file:
             voxels, _ = nifti.read_image(case.id, path, file.image, rules, file.stream)
             digest.update(voxels)
     return digest.digests()
@@ -121,21 +123,32 @@ def leaks(
     train: Sequence[Case],
     val: Sequence[Case],
     digests: Mapping[str, frozenset],
+    rules: ValidationRules,
+    files: ImageFiles,
 ) -> Iterator[str]:
     """Yield held-out cases that training sees under another name.
 
-    The same file, also by a link, or a digest in common.
+    The same file, also by a link; or a digest in common, and the same voxels in the files: a digest may be of what a
+    rule has made of these. Raises UserError for files that cannot be read again.
     """
-    seen = {mark: case.id for case in train for mark in _marks(case, digests)}
+    same_file = dict[object, Case]()
+    alike = defaultdict[object, list[Case]](list)
+    for case in train:
+        same_file |= dict.fromkeys(_file_marks(case), case)
+        for digest in digests.get(case.id, ()):
+            alike[digest].append(case)
     for case in val:
-        twins = [seen[mark] for mark in _marks(case, digests) if mark in seen]
+        twins = [same_file[mark] for mark in _file_marks(case) if mark in same_file]
+        suspects = [other for digest in digests.get(case.id, ()) for other in alike[digest]]
+        if not twins:
+            twins = [*islice((other for other in suspects if _are_same(case, other, rules, files)), 1)]
         if twins:
-            what = f"is held out, but training sees the same image as {twins[0]}; remove one"
+            what = f"is held out, but training sees the same image as {twins[0].id}; remove one"
             yield f"{case.id}: {case.images[0]}: {what}"
 
 
-def _marks(case: Case, digests: Mapping[str, frozenset]) -> Iterator[object]:
-    """Yield whatever tells the images of a case from others."""
+def _file_marks(case: Case) -> Iterator[object]:
+    """Yield whatever tells the files of a case's images from others."""
     for path in case.images:
         try:
             status = path.stat()  # of the file that it leads to, through any links
@@ -143,4 +156,35 @@ def _marks(case: Case, digests: Mapping[str, frozenset]) -> Iterator[object]:
             yield path  # it is missing, which `check_cases` reports
         else:
             yield status.st_dev, status.st_ino
-    yield from digests.get(case.id, ())
+
+
+def _are_same(case: Case, other: Case, rules: ValidationRules, files: ImageFiles) -> bool:
+    """Return whether the files of two cases hold the same voxels, as `VoxelDigest` takes them. Raises UserError."""
+    waiting = _channels(other, rules, files)
+    for channel in _channels(case, rules, files):
+        found = next((place for place, twin in enumerate(waiting) if _is_turned(channel, twin)), None)
+        if found is None:
+            return False
+        del waiting[found]
+    return not waiting
+
+
+def _channels(case: Case, rules: ValidationRules, files: ImageFiles) -> list[np.ndarray]:
+    """Return the channels (X, Y, Z) of a case as its files hold them."""
+    channels = list[np.ndarray]()
+    for path in case.images:
+        with files.reopened(case, path) as file:
+            channels += [*nifti.read_image(case.id, path, file.image, rules, file.stream)[0]]
+    return channels
+
+
+def _is_turned(channel: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two channels (X, Y, Z) are equal once the axes of one are exchanged and mirrored in some way."""
+    for axes in permutations(range(3)):
+        turned = other.transpose(axes)
+        if turned.shape != channel.shape:
+            continue
+        for steps in product((1, -1), repeat=3):
+            if np.array_equal(channel, turned[tuple(slice(None, None, step) for step in steps)]):
+                return True
+    return False

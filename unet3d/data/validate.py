@@ -1,13 +1,14 @@
 """Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`."""
 
+import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import nibabel as nib
 import numpy as np
-from nibabel.affines import voxel_sizes
+from nibabel.orientations import apply_orientation
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, listed
@@ -15,38 +16,43 @@ from unet3d.config.region_rules import MAX_LABEL
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.headers import WARNING, CaseHeader, scan_case, shown_names
+from unet3d.data.forms import in_one_line
+from unet3d.data.grids import canonical_grid, resample_labels, target_grid
+from unet3d.data.headers import WARNING, CaseHeader, oddities, placed_apart, scan_case, shown_names
 from unet3d.data.image_files import ImageFiles, OpenFile
-from unet3d.data.labels import proposal
+from unet3d.data.labels import likely_ignored, options_for
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.nifti_labels import UnknownLabels, read_label
-from unet3d.data.splits import split
+from unet3d.data.regions import misread
+from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.twins import Digests, VoxelDigest, leaks
-
-SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
-SAME_FORM = 0.01  # mm: largest difference between sform and qform that counts as none
 
 
 class Content(NamedTuple):
-    """The content of a sound case: digests of its image, and the label values that occur."""
+    """The content of a sound case: digests of its image, the labels in its file, and those on the network's grid."""
 
     digests: Digests
     labels: frozenset[int]
+    kept: frozenset[int]
 
 
 class CaseContent(NamedTuple):
-    """The content of a case if all of it could be read, the problems of its voxels, and labels that are no class."""
+    """The content of a case if all of it could be read, the problems of its voxels, and that of its labels."""
 
     content: Content | None
     lines: list[str]
-    unknown: frozenset[int]  # all labels of the maps where some are unknown
+    unknown: UnknownLabels | None
 
 
 class DatasetCheck(NamedTuple):
-    """The headers of the cases by id, and a line for each problem and warning."""
+    """The headers of the cases by id, a line for each problem and warning, and options that the labels need.
+
+    If there are such options, the labels are one problem among the lines.
+    """
 
     headers: dict[str, CaseHeader]
     lines: list[str]
+    options: tuple[str, ...] = ()
 
 
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> DatasetCheck:
@@ -59,7 +65,8 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
     headers = dict[str, CaseHeader]()
     contents = dict[str, Content]()
     lines = [dataset.wrong_labels] if dataset.wrong_labels else []
-    unknown = set[int]()
+    unknown = list[UnknownLabels]()
+    places = list[str]()
     for case in progress.track(cases, "checking cases", len(cases)):
         files = ImageFiles()
         with files.kept_open():
@@ -67,15 +74,22 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
             headers[case.id] = header
             lines += header.lines
             lines += _oddities_of_case(case, files)
-            found = _read_content(dataset, case, files, ValidationRules.of(data))
+            places += placed_apart(case, files)
+            found = _read_content(dataset, case, files, data)
         lines += found.lines
-        unknown |= found.unknown
+        if found.unknown is not None:
+            unknown.append(found.unknown)
         if found.content is not None:
             contents[case.id] = found.content
-    if dataset.classes:
-        lines += _label_map_proposal(dataset, unknown, contents)
+    lines += [*_warnings_of_sizes(headers), *in_one_line(places)]
+    options = dataset.options_of_labels
+    if unknown:
+        options = _with_label_map(dataset, lines, unknown, contents)
+    if dataset.announced not in (None, len(dataset.cases)):
+        what = f"numTraining is {dataset.announced}, but {len(dataset.cases)} cases are found"
+        lines.append(f"{WARNING}{dataset.name}: {what}; are files missing, or named otherwise?")
     lines += _split_problems(dataset, data, contents)
-    return DatasetCheck(headers, lines)
+    return DatasetCheck(headers, lines, options)
 
 
 def check_headers(
@@ -90,6 +104,7 @@ def check_headers(
     for case in progress.track(cases, "checking cases", len(cases)):
         headers[case.id] = scan_case(dataset, case, data, files, fingerprint)
     lines = [line for header in headers.values() for line in header.lines]
+    lines += _warnings_of_sizes(headers)
     return DatasetCheck(headers, [*lines, *_split_problems(dataset, data, {})])
 
 
@@ -101,7 +116,7 @@ def sound_headers(
     fingerprint: str | None = None,
 ) -> dict[str, CaseHeader]:
     """Return the headers of `cases` by id, and print warnings. Raises UserError that lists every problem."""
-    headers, lines = check_headers(dataset, cases, data, files, fingerprint)
+    headers, lines, _ = check_headers(dataset, cases, data, files, fingerprint)
     problems = [line for line in lines if not line.startswith(WARNING)]
     if problems:
         raise UserError("\n".join(listed(problems)))
@@ -110,8 +125,16 @@ def sound_headers(
     return headers
 
 
+def _warnings_of_sizes(headers: Mapping[str, CaseHeader]) -> list[str]:
+    """Return one warning for all files of the cases that state two voxel sizes."""
+    lines = [line for header in headers.values() for line in header.sizes]
+    return [f"{WARNING}{line}" for line in in_one_line(lines)]
+
+
 def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Content]) -> Iterator[str]:
     """Yield what is wrong with training and held-out cases: a split that cannot be made, twins, absent classes."""
+    for note in dataset.left_out:
+        yield f"{WARNING}{dataset.name}: {note}"
     try:
         train, val = split(dataset, data)
     except UserError as error:
@@ -122,11 +145,21 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
             train,
             val,
             {case_id: content.digests for case_id, content in contents.items()},
+            ValidationRules.of(data),
+            ImageFiles(),
         )
+    for note in unused(dataset, data, train, val):
+        if not contents or "label map" not in note:  # else each such case has its line
+            yield f"{WARNING}{note}"
     if not dataset.classes:
         return
-    yield from _absences(dataset, "train", train, contents)
-    yield from _absences(dataset, "val", val, contents)
+    notes = [*likely_ignored(dataset.classes)]
+    if dataset.regions is not None:
+        notes += misread(dataset.classes, dataset.regions)
+    for note in notes:
+        yield f"{WARNING}{dataset.name}: {note}"
+    if all(case.id in contents for case in (*train, *val)) and contents:
+        yield from _absences_in_files(dataset, data, train, val, contents)
 
 
 def _oddities_of_case(case: Case, files: ImageFiles) -> Iterator[str]:
@@ -135,66 +168,49 @@ def _oddities_of_case(case: Case, files: ImageFiles) -> Iterator[str]:
         what = "has no label map; it is neither learned from nor scored"
         yield f"{WARNING}{case.id}: {case.images[0]}: {what}"
     for path, image in files.headers.items():
-        for oddity in _oddities(image):
+        for oddity in oddities(image, case.affine):
             yield f"{WARNING}{case.id}: {path}: {oddity}"
 
 
-def _oddities(image: nib.Nifti1Image) -> Iterator[str]:
-    """Yield what may be right in a header but often is not."""
-    header = image.header
-    axes = image.affine[:3, :3] / voxel_sizes(image.affine)
-    if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
-        yield "its grid is sheared; it is used as if its axes were at right angles"
-    sform = header.get_sform(coded=True)[0]
-    qform = None
-    try:
-        qform = header.get_qform(coded=True)[0]
-    except (
-        ValueError,
-        nib.spatialimages.HeaderDataError,
-    ):  # e.g. rounding has made a quaternion longer than 1
-        yield "its qform is no rotation; the sform is used"
-    if sform is None and qform is None:
-        yield "neither sform nor qform is set: which side is left is a guess; set one"
-    elif sform is not None and qform is not None and not np.allclose(sform, qform, atol=SAME_FORM):
-        yield "sform and qform differ; the sform is used"
-
-
-def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, rules: ValidationRules) -> CaseContent:
+def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> CaseContent:
     """Read the voxels of those files of a case that have a sound header."""
     errors = list[str]()
     warnings = list[str]()
-    unknown = frozenset[int]()
+    unknown = None
     labels = frozenset[int]()
+    kept = frozenset[int]()
     digest = VoxelDigest()
     paths = [path for path in case.files if path in files.headers]
     for path in paths:
         try:
-            with files.reopened(case.id, path) as file:
+            with files.reopened(case, path) as file:
                 if path == case.label:
-                    labels = _label_values(dataset, case, file)
+                    label = _read_label(dataset, case, file)
+                    labels = _values(label)
+                    kept = _values(_resampled(label, case, file, dataset.ignore, data)) if data.spacing else labels
                 else:
+                    rules = ValidationRules.of(data)
                     voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
                     digest.update(voxels)
                     if nonfinite:
                         warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
         except UnknownLabels as error:
-            errors.append(error.alone)  # the map that would help is proposed once, for all files
-            unknown |= error.labels
+            errors.append(str(error))
+            unknown = error
         except UserError as error:
             errors.append(str(error))
     if errors or len(paths) < len(case.files):
         return CaseContent(None, [*errors, *warnings], unknown)
     if case.label is not None and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return CaseContent(Content(digest.digests(), labels), warnings, unknown)
+    return CaseContent(Content(digest.digests(), labels, kept), warnings, unknown)
 
 
-def _label_values(dataset: DatasetInfo, case: Case, file: OpenFile) -> frozenset[int]:
-    """Return the values that occur in the label map of a case. Raises UnknownLabels, UserError."""
+def _read_label(dataset: DatasetInfo, case: Case, file: OpenFile) -> np.ndarray:
+    """Return the label map of a case (X, Y, Z). Raises UnknownLabels, UserError."""
     assert case.label is not None, case.id
     classes = dataset.label_count or MAX_LABEL + 1  # any label, where no class is known
-    label = read_label(
+    return read_label(
         case.id,
         case.label,
         file.image,
@@ -203,47 +219,60 @@ def _label_values(dataset: DatasetInfo, case: Case, file: OpenFile) -> frozenset
         dataset.relabel,
         file.stream,
     )
+
+
+def _values(label: np.ndarray) -> frozenset[int]:
+    """Return the values that occur in a label map."""
     return frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
 
 
-def _label_map_proposal(
-    dataset: DatasetInfo, unknown: Collection[int], contents: Mapping[str, Content]
-) -> Iterator[str]:
-    """Yield the label map that suits all files, where `unknown` labels occur."""
-    labels = {*unknown}
-    if unknown and dataset.relabel is None:
-        for content in contents.values():
-            labels |= content.labels - {0, dataset.ignore}
-    option = proposal(labels, dataset.label_count, dataset.relabel)
-    if option:
-        held = shown_names([str(label) for label in sorted({0, *labels})])
-        yield f"{WARNING}{dataset.name}: the label maps hold {held}; to learn from them as they are, add {option}"
+def _resampled(label: np.ndarray, case: Case, file: OpenFile, ignore: int | None, data: Data) -> np.ndarray:
+    """Return a label map of a case as the network sees it at data.spacing. Raises UserError."""
+    turned = apply_orientation(label, nib.io_orientation(file.image.affine))
+    return resample_labels(turned, canonical_grid(file.image), target_grid(case, file.image, data.spacing), ignore)
 
 
-def _absences(
+def _with_label_map(
+    dataset: DatasetInfo, lines: list[str], unknown: Sequence[UnknownLabels], contents: Mapping[str, Content]
+) -> tuple[str, ...]:
+    """Return the options that make the labels of all files classes, () without any, and put them into `lines`.
+
+    What was one line for each of several files is one for all.
+    """
+    labels = frozenset[int]().union(*(error.labels for error in unknown))
+    if labels and dataset.relabel is None:
+        labels |= frozenset[int]().union(*(content.labels for content in contents.values())) - {0, dataset.ignore}
+    names = dataset.classes if dataset.regions is None else ()
+    options = options_for(labels, dataset.label_count, dataset.relabel, names)
+    if not options:
+        return ()
+    remedy = f"add {shlex.join(options)}"
+    first = unknown[0].alone
+    place = lines.index(str(unknown[0]))
+    if len(unknown) == 1:
+        lines[place] = f"{first}; correct the file, or {remedy}"
+        return options
+    held = shown_names([str(label) for label in sorted({0, *labels})])
+    listed_before = {str(error) for error in unknown}
+    lines[place] = f"{dataset.name}: the label maps of {len(unknown)} cases hold {held}: {remedy} (the first: {first})"
+    lines[place + 1 :] = [line for line in lines[place + 1 :] if line not in listed_before]
+    return options
+
+
+def _absences_in_files(
     dataset: DatasetInfo,
-    part: str,
-    cases: Sequence[Case],
+    data: Data,
+    train: Sequence[Case],
+    val: Sequence[Case],
     contents: Mapping[str, Content],
 ) -> Iterator[str]:
-    """Yield classes that do not occur in a part, if all of its cases were read."""
-    if not all(case.id in contents for case in cases):
-        return
-    present = frozenset[int]().union(*(contents[case.id].labels for case in cases))
-    labels_of = labels_by_class(dataset)
-    absent = [name for name, labels in labels_of.items() if present.isdisjoint(labels)]
-    if len(absent) == len(labels_of) and part == "train":
-        yield f"{dataset.name}: no foreground in any training case; there is nothing to learn, check the label maps"
-    elif absent:
-        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no {part} case; its score will mean nothing there"
-
-
-def labels_by_class(dataset: DatasetInfo) -> dict[str, Sequence[int]]:
-    """Return the label values of each class, or region, but the background."""
-    names = dataset.classes[1:]
-    if dataset.regions is None:
-        return {name: (value,) for value, name in enumerate(names, start=1)}
-    return dict(zip(names, dataset.regions.labels, strict=True))
+    """Yield classes that do not occur in training or held-out cases, all of which were read."""
+    learned, scored = (frozenset[int]().union(*(contents[case.id].kept for case in part)) for part in (train, val))
+    stored = frozenset[int]().union(*(contents[case.id].labels for case in train))
+    yield from absences(dataset, data, learned, scored, stored)
+    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
+    if absent:
+        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
 
 
 def _class_words(dataset: DatasetInfo) -> list[str]:

@@ -95,7 +95,7 @@ def read_label_map(case: Case, path: Path, values: Sequence[int], spacing: Seque
     `values` are how the file stores the classes.
     """
     with nifti.open_file(case.id, path) as stream:
-        image = nifti.read_header(case.id, path, stream)
+        image = nifti.read_header(case.id, path, stream, case.affine)
         written = read_label(case.id, path, image, len(values), None, _relabel_of(values), stream)
     label = apply_orientation(written, nib.io_orientation(image.affine))
     target = target_grid(case, image, spacing)
@@ -105,7 +105,7 @@ def read_label_map(case: Case, path: Path, values: Sequence[int], spacing: Seque
 def read_written(case: Case, path: Path, values: Sequence[int]) -> np.ndarray:
     """Return the classes (X, Y, Z) of a predicted label map with these values, in the file's axes. Raises UserError."""
     with nifti.open_file(case.id, path) as stream:
-        image = nifti.read_header(case.id, path, stream)
+        image = nifti.read_header(case.id, path, stream, case.affine)
         return read_label(case.id, path, image, len(values), None, _relabel_of(values), stream)
 
 
@@ -122,9 +122,9 @@ def read_truth(
     """Return the labels (X, Y, Z) of a case in its file's axes, and the spacing (mm) along these. Raises UserError."""
     assert case.label is not None, case.id
     with nifti.open_file(case.id, case.label) as stream:
-        image = nifti.read_header(case.id, case.label, stream)
+        image = nifti.read_header(case.id, case.label, stream, case.affine)
         label = read_label(case.id, case.label, image, classes, ignore, relabel, stream)
-    x, y, z = voxel_sizes(nifti.open_image(case.id, case.images[0]).affine).tolist()
+    x, y, z = voxel_sizes(nifti.open_image(case.id, case.images[0], case.affine).affine).tolist()
     return label, (x, y, z)
 
 
@@ -143,5 +143,5 @@ def is_resampled(case: Case, spacing: Sequence[float] | None) -> bool:
     """
     if spacing is None:
         return False
-    image = nifti.open_image(case.id, case.images[0])
+    image = nifti.open_image(case.id, case.images[0], case.affine)
     return not target_grid(case, image, spacing).is_same(canonical_grid(image))
