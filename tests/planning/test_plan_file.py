@@ -112,6 +112,10 @@ def test_a_plan_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("wandb.mode=online",),
         ("plan=plan.yaml",),
         ("model.path=a:b",),
+        ("model.kernels=[[3,3,1],[3,3,3]]", "data.root=."),
+        ("model.blocks=[1,1]", "data.root=."),
+        ("model=cicek2016", "data.root=."),
+        ("data.patch=[0,8,8]", "data.root=."),
         ("--network", "nnunet", "-o", "plan.yaml"),
     ),
 )

@@ -2,12 +2,15 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+import nibabel as nib
+import numpy as np
 import pytest
 from brain import make_brain
 from phantoms import KINDS, Kind, fingerprint, write_data_set
@@ -17,12 +20,16 @@ from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml
 from unet3d.base.types import MIB
 from unet3d.config import compose
+from unet3d.config.schema import Config
+from unet3d.data.cases import Case
+from unet3d.data.grids import target_grid
 from unet3d.memory.preflight import preflight
 from unet3d.model import geometry
 from unet3d.planning import timing
 from unet3d.planning.draft import Draft
 from unet3d.planning.fingerprint import read_fingerprint
-from unet3d.planning.plan import as_yaml, make_plan
+from unet3d.planning.from_fingerprint import choose_intensity, choose_spacing
+from unet3d.planning.plan import as_yaml, like_nnunet, make_plan
 from unet3d.planning.sized_patches import sized_patches
 from unet3d.planning.timing import measured_step  # as it is without `quick`
 from unet3d.report import receipt
@@ -104,6 +111,88 @@ def test_a_promised_peak_is_what_the_run_predicts(megabytes: int) -> None:
     predicted = preflight(replace(draft.config, dry_run=True), draft.config.model).memory
     assert predicted["predicted"]["peak_bytes"] == draft.promise["peak_bytes"]
     assert predicted["predicted_validation_bytes"] == draft.promise["validation_bytes"]
+
+
+def taken(draft: Draft, folder: Path) -> Config:
+    """The config of a run by a plan's file. Raises UserError where train refuses what plan has written."""
+    plan = folder / "plan.yaml"
+    plan.write_text(as_yaml(draft, "python -m unet3d plan"))
+    return compose.compose([f"plan={plan}"])
+
+
+@pytest.mark.parametrize("shape", ((32, 32, 1), (32, 32, 2), (1, 1, 40), (2, 2, 2), (15, 15, 15), (4000, 3, 3)))
+def test_a_small_thin_or_long_volume_is_the_first_patch(shape: tuple[int, int, int]) -> None:
+    first = sized_patches((1.0, 1.0, 1.0), shape)[0].patch
+    assert all(min(length, 2048) <= size < length + 4 for length, size in zip(shape, first, strict=True))
+
+
+@pytest.mark.parametrize("shape", ((1, 1, 40), (15, 15, 15)))
+def test_a_run_takes_the_plan_of_small_volumes(shape: tuple[int, int, int], quick: None, tmp_path: Path) -> None:
+    draft = planned(Kind(shape, (1.0, 1.0, 1.0), ("MR", "CT"), ("background", "organ"), 0, 300), 400 * MIB)
+    assert prod(taken(draft, tmp_path).data.patch) >= prod(shape)
+
+
+def test_a_volume_of_one_voxel_is_one_line(quick: None) -> None:
+    with pytest.raises(UserError, match="one voxel") as error:
+        planned(Kind((1, 1, 1), (1.0, 1.0, 1.0), ("MR",), ("background", "organ"), 0, 300), 400 * MIB)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spacings", "reason"),
+    (
+        ((0.001, 0.002, 0.004), "median"),
+        ((4e-6, 5e-6, 9e-6), "median"),
+        ((100, 250, 400), "median"),
+        ((1, 1, 1, 1, 30), "32 times"),
+    ),
+)
+def test_a_run_takes_the_spacing_that_is_planned(spacings: Sequence[float], reason: str, tmp_path: Path) -> None:
+    config = compose.compose(["device=cpu"])
+    cases = [(mm, mm, 2 * mm) for mm in spacings]
+    read = replace(fingerprint(SMALL, len(cases)), shapes=[(24, 24, 12)] * len(cases), spacings=cases)
+    draft = Draft(config, (), read, MIB, None)
+    choose_spacing(draft)
+    assert reason in draft.decisions[-1].reason
+    spacing = taken(draft, tmp_path).data.spacing
+    for x, y, z in cases:
+        stored = nib.Nifti1Image(np.zeros((24, 24, 12), np.uint8), np.diag([x, y, z, 1]))
+        assert target_grid(
+            Case("a", (tmp_path / "a.nii",), None), stored, spacing
+        ).shape  # which refuses too many voxels
+    if "times" in reason:
+        with pytest.raises(UserError, match="32 times"):
+            like_nnunet(config, (), read)
+
+
+@pytest.mark.parametrize("name", ("CT", "scan"))
+def test_a_saturated_foreground_is_planned_with_z_scores(name: str) -> None:
+    """A run refuses CT's scale of it."""
+    read = fingerprint(KINDS["ct"])
+    channels = [channel._replace(name=name, foreground_std=0.0) for channel in read.intensities]
+    draft = Draft(compose.compose(["device=cpu"]), (), replace(read, intensities=tuple(channels)), MIB, None)
+    choose_intensity(draft)
+    assert draft.options["data.intensity"] == "zscore" and "one value" in draft.decisions[-1].reason
+
+
+def test_a_patch_that_the_time_makes_smaller_than_the_foreground_is_warned_of(quick: None) -> None:
+    draft = planned(SMALL, 400 * MIB, NARROW, seconds=60)
+    patch, steps = draft.warnings
+    assert "smaller than the foreground, 32x32x32" in patch and patch.endswith("give more time")
+    assert "few" in steps
+
+
+def test_a_smaller_patch_and_odd_names_are_planned_and_the_printed_command_composes(
+    tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default network has too many levels for that patch, the planned one has not."""
+    root = write_data_set(tmp_path / "set, (1)", SMALL, cases=4, scale=0.25)
+    plan = tmp_path / "plan = {1}.yaml"
+    words = ["data=decathlon", f"data.root='{root}'", "data.patch=[8,8,8]", "model.kernels=auto", "device=cpu"]
+    assert face("plan", *words, "budget=64MiB", "-o", str(plan)) == 0
+    (command,) = re.findall(r"train it: python train.py (.*)", capsys.readouterr().out)
+    config = compose.compose(shlex.split(command))
+    assert config.data.root == str(root) and config.data.patch == [8, 8, 8] and config.model.kernels == 3
 
 
 def test_what_the_command_line_gives_stays(quick: None) -> None:

@@ -8,13 +8,17 @@ from contextlib import suppress
 from unet3d.base.errors import UserError, escaped, listed
 from unet3d.cli import lifecycle, options
 from unet3d.config import compose, idle
-from unet3d.config.plan_file import READ_ALONE, is_settable
+from unet3d.config.plan_file import READ_ALONE, is_settable, read_plan
 from unet3d.config.schema import Config
 
 
 def config_with_warnings(overrides: Sequence[str]) -> Config:
     """Return the config, after a warning for each option that does nothing. Raises UserError."""
-    config = compose.compose(overrides)
+    return _with_warnings(compose.compose(overrides))
+
+
+def _with_warnings(config: Config) -> Config:
+    """Return the config, after a warning for each option that does nothing."""
     for line in idle.warnings(config):
         lifecycle.print_error(f"warning: {escaped(line)}")
     return config
@@ -42,11 +46,15 @@ def publish(arguments: argparse.Namespace) -> None:
 
 def score(arguments: argparse.Namespace) -> None:
     """Score a checkpoint on held-out cases."""
-    config = config_with_warnings(arguments.overrides)
+    composed = compose.compose_tree(arguments.overrides)
+    config = _with_warnings(compose.load(composed.options))
+    given = composed.names_set("score")
+    if config.plan is not None:
+        given |= read_plan(config.plan).options.keys()
     from unet3d.report import record, summary
     from unet3d.run import publish
 
-    title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model)
+    title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model, given)
     summary.print_scores(record.read_run(arguments.out), title)
 
 
@@ -60,30 +68,35 @@ def check_data(arguments: argparse.Namespace) -> int:
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
         train, val = splits.split(dataset, config.data)
-    headers, lines = validate.check_cases(dataset, dataset.cases, config.data, full=True)
+    headers, lines, options = validate.check_cases(dataset, dataset.cases, config.data, full=True)
     advice = padding.mostly_padding(config, [headers[case.id].target for case in train])
     if advice is not None:
         lines.append(f"{validate.WARNING}{advice}")
     problems = [line for line in lines if not line.startswith(validate.WARNING)]
     summary = validate.summary(dataset, train, val, headers)
-    summary += _plan_command(arguments.overrides)
+    if len(problems) <= bool(options):  # which mend the labels, one problem
+        summary += _plan_command(arguments.overrides, options)
     for line in [*summary, *listed(lines)]:
         print(escaped(line))
     print(f"{counted(len(problems), 'problem')}, {counted(len(lines) - len(problems), 'warning')}")
     return UserError.exit_code if problems else 0
 
 
-def _plan_command(overrides: Sequence[str]) -> list[str]:
-    """Return a line with the command that plans for the data set of these overrides; none where they do not say it."""
+def _plan_command(overrides: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return a line with the command that plans for the data set of these overrides; none where they do not say it.
+
+    `options` of the labels take the place of those that are given.
+    """
     words = ["python", "-m", "unet3d", "plan"]
     names = set()
+    changed = {option.partition("=")[0] for option in options}
     for text, word in zip(overrides, compose.parsed(overrides), strict=True):
         name = word.key_or_group
         names.add(name)
         is_of_data = name == "data" or (name.startswith("data.") and (is_settable(name) or name in READ_ALONE))
-        if is_of_data and name != "data.patch":
+        if is_of_data and name != "data.patch" and name not in changed:
             words.append(text)
-    return [f"a plan for it: {shlex.join(words)}"] if "data" in names else []
+    return [f"next: {shlex.join([*words, *options])}"] if "data" in names else []
 
 
 def report(arguments: argparse.Namespace) -> None:

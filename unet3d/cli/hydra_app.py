@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.config import compose
 from unet3d.config.compose import Composed, Job
+from unet3d.config.words import as_written
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -27,7 +28,7 @@ def flag_parser() -> argparse.ArgumentParser:
 
 def show(words: Sequence[str]) -> None:
     """Print what flags such as --cfg ask for, as any program of Hydra's does."""
-    sys.argv[1:] = words  # where Hydra looks for them; the process ends with this
+    sys.argv[1:] = [as_written(word) for word in words]  # where Hydra looks for them; the process ends with this
     decorate = hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)
     decorate(_run_nothing)()
 

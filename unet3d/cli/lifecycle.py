@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from omegaconf import OmegaConf
 
@@ -73,14 +74,16 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
     before, _ = status(folder)
     earlier = earlier_overrides(folder) if config.resume is not None else []
     asked = [override for override in overrides if not override.startswith("resume=")]
+    if config.resume is not None:
+        asked.insert(0, "resume=auto")  # for the report, which has the commands of a run
     save_overrides(folder, [*earlier, *asked])
     if config.resume is None:
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
-    # A dry run keeps the default handlers: it has nothing to save, so a signal ends it at once.
+    # A dry run has nothing to save: SIGINT interrupts it, and other signals end it at once, as Python does by default.
     ends_at_once = config.dry_run and ranks.SIZE == 1
     with nullcontext() if ends_at_once else signals.handled(_ignore_signal, is_last=True):
         try:
-            with nullcontext(signals.Stop()) if ends_at_once else signals.stopping() as stop:
+            with signals.interrupted() if ends_at_once else signals.stopping() as stop:
                 job(config, folder, stop)
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
             reserve.close()
@@ -285,8 +288,10 @@ def path_option(name: str, path: Path) -> str:
     return f"{name}={compose.quoted(plain)}"
 
 
-def run_process(command: list[str]) -> tuple[int, bool]:
+def run_process(command: list[str], log: IO[str] | None = None) -> tuple[int, bool]:
     """Run the command to its end. Return its exit code, 128 + n by signal n, and whether this process got a signal.
+
+    `log` gets its stdout; None: this process's.
 
     A signal is passed on as SIGTERM. Once the command has ended, the earlier handler is called: submitit's requeues.
     """
@@ -301,7 +306,7 @@ def run_process(command: list[str]) -> tuple[int, bool]:
             child.terminate()
 
     with signals.handled(pass_on) as earlier:
-        child = subprocess.Popen(command)
+        child = subprocess.Popen(command, stdout=log)
         if asked:  # while it started
             child.terminate()
         try:

@@ -14,7 +14,7 @@ from unet3d.config.hydra_errors import not_a_flag
 
 Command = Callable[[argparse.Namespace], int | None]  # returns an exit code, None for 0
 LISTS = ("overrides", "inputs", "checkpoints", "runs")  # arguments that take any number of words
-WRITE_FILES = (commands.publish, plan_command.run)  # commands whose -o names a file
+WRITE_FILES = (commands.publish, plan_command.run, predict.run)  # commands whose -o may name a file
 EXAMPLES = """examples:
   python -m unet3d train model=unet_small amp=true
   python -m unet3d check-data data=nnunet data.root=PATH
@@ -134,18 +134,18 @@ def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     _add_overrides(parser, "model=forum_mid amp=true; before them, fit: find what fits budget=8GiB")
     parser.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")
     parser.add_argument("--curves", action="store_true", help="with -o: peak against batch size, width and patch")
-    parser.add_argument("--module", help="any network instead, package.module:name; with it amp=true, device=cuda")
-    parser.add_argument("--args", default="{}", metavar="JSON", help="of --module: keywords that make the network")
-    parser.add_argument("--input", metavar="SHAPE", help="of --module: N, C, D, H, W of its input, 1x1x96x96x96")
-    parser.add_argument("--measure", action="store_true", help="of --module: run the step, too")
+    parser.add_argument("--module", help="instead of model=: any network, package.module:name")
+    parser.add_argument("--args", default="{}", metavar="JSON", help="keywords that make the network (needs --module)")
+    parser.add_argument("--input", metavar="SHAPE", help="N, C, D, H, W of its input: 1x1x96x96x96 (needs --module)")
+    parser.add_argument("--measure", action="store_true", help="measure as well as predict (needs --module)")
     parser.add_argument("--depth", type=int, metavar="N", help="sum layers up by N parts of their names")
     over = "check one config or --module: one line, exit code 1 where the predicted peak is more than 8GiB, say"
     parser.add_argument("--below", metavar="SIZE", help=over)
-    parser.add_argument("--json", action="store_true", help="of --below: a JSON object instead of the line")
+    parser.add_argument("--json", action="store_true", help="a JSON object instead of the line (needs --below)")
 
 
 def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_out(parser, "folder for the label maps", is_required=True)
+    _add_out(parser, "folder for the label maps; of a single case also a file, LABELS.nii.gz", is_required=True)
     parser.add_argument("checkpoint", type=Path, help="RUN/checkpoints/best.pt")
     parser.add_argument("inputs", type=Path, nargs="+", help="NIfTI files, or folders of them")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -153,7 +153,7 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="N", help="windows in one forward pass, or auto; default: as in validation")
     overlap = "least share of a window that its neighbour covers too, 0 to 0.9; default: as in validation"
     parser.add_argument("--overlap", metavar="SHARE", help=overlap)
-    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files, also those of other networks")
     parser.add_argument("--probabilities", action="store_true", help="also write CASE_probabilities.nii: X Y Z CLASS")
     parser.add_argument("--shard", default="0/1", metavar="i/n", help="of all cases every n-th, from the i-th on")
     _add_network(parser)

@@ -12,7 +12,7 @@ from unet3d.base.types import budget_bytes
 from unet3d.cli.commands import config_with_warnings
 from unet3d.config import compose
 
-MODULE_OPTIONS = ("amp", "amp_dtype", "device")  # of a run's options, those that count for any network
+MODULE_OPTIONS = ("amp", "amp_dtype", "device", "recompute")  # of a run's options, those that count for any network
 SHAPE = re.compile(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){2,4}")  # N, C, and one to three lengths
 BELOW = "--below "
 EXAMPLE = "such as '{\"in_channels\": 1}'"
@@ -112,10 +112,15 @@ def _explain_module(arguments: argparse.Namespace) -> int:
     """Explain or check any network that can be imported. Return the exit code. Raises UserError."""
     for word in arguments.overrides:
         if word.partition("=")[0] not in MODULE_OPTIONS:
-            raise UserError(f"{word}: with --module only amp, amp_dtype and device count")
+            raise UserError(f"{word}: with --module only amp, amp_dtype, device and recompute count")
+        if "auto" in word and word.startswith("recompute="):
+            raise UserError(f"{word}: with --module give none, lean or tiles; auto follows a budget, with model.path=")
     if arguments.half or arguments.curves:
         raise UserError("--half and --curves are for the package's own networks; remove them")
-    config = config_with_warnings(arguments.overrides)
+    jobs = compose.sweep(arguments.overrides)
+    if len(jobs) > 1 and (arguments.below is not None or arguments.measure or arguments.out or arguments.depth):
+        raise UserError("--below, --measure, -o and --depth are of one step; remove them, or the commas")
+    config, *others = map(config_with_warnings, jobs)
     if SHAPE.fullmatch(arguments.input or "") is None:
         example = "give the sizes N, C, D, H, W of the input, such as 1x1x96x96x96"
         raise UserError(f"--input {arguments.input}: {example}")
@@ -135,6 +140,9 @@ def _explain_module(arguments: argparse.Namespace) -> int:
         )
     from unet3d.cli import memory_of_module
 
+    if others:
+        memory_of_module.print_peaks(arguments.module, keywords, shape, jobs, [config, *others])
+        return 0
     memory_of_module.print_module(
         arguments.module,
         keywords,

@@ -11,8 +11,14 @@ from torch import nn
 
 from unet3d import build
 from unet3d.base.errors import ForeseenError, UserError, escaped, is_out_of_memory, reason
+from unet3d.base.progress import track
+from unet3d.base.terminal import NARROW, narrow_tables, paper
+from unet3d.base.types import Table, mib
+from unet3d.cli.memory_of_several import own_words
 from unet3d.config.schema import Config
 from unet3d.memory import profile
+from unet3d.memory.preflight import recompute_line
+from unet3d.recomputing.module import Recomputed
 from unet3d.report import explained
 
 
@@ -35,10 +41,49 @@ def print_module(
     if measures:
         device = build.device(config)
         with _failures_refused(path, _step_fails(shape)):
-            explanations.append(profile.explain(network.to(device), shape, amp=_amp(config), depth=depth))
+            trained = _by_plan(network.to(device), config)
+            explanations.append(profile.explain(trained, shape, amp=_amp(config), depth=depth))
     print(*explanations, sep="\n\n")
+    if explanations[0].program is not None:
+        print(recompute_line(config, explanations[0].program))
     if out is not None:
         print(escaped(explained.write_page(explanations[-1], out)))
+
+
+def print_peaks(
+    path: str,
+    keywords: Mapping[str, Any],
+    shape: Sequence[int],
+    jobs: Sequence[Sequence[str]],
+    configs: Sequence[Config],
+) -> None:
+    """Print one row a config for a step of any network. Raises UserError for a network that cannot be made or run."""
+    network = made(path, keywords)
+    names = [" ".join(words) for words in own_words(jobs)]
+    rows: list[list[str]] = []
+    first_peak = 0
+    for name, config in track(list(zip(names, configs, strict=True)), "steps", len(jobs)):
+        found = prediction(path, network, shape, config)
+        first_peak = first_peak or found.peak_bytes
+        program = found.program
+        work = "" if program is None else f"{program.schedule.work - 1:+.0%}" if program.saves_memory else "runs plain"
+        reserved = found.entry.get("reserved_bytes")
+        row = [name, mib(found.peak_bytes), f"{found.peak_bytes / first_peak - 1:+.1%}", work]
+        rows.append([*row, "" if reserved is None else mib(reserved)])
+    heads = ["config", "peak (MiB, predicted)", "change", "forward work", "reserved (MiB)"]
+    if not any(row[-1] for row in rows):
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    print(f"{type(network).__name__}: input {'x'.join(map(str, shape))}")
+    console = paper(NARROW)
+    console.print(narrow_tables("Predicted peak of a step", Table(heads, rows), console.width))
+
+
+def _by_plan(network: nn.Module, config: Config) -> nn.Module:
+    """Return the network as the config's recompute has it: it shares the network's weights."""
+    if config.recompute == "none":
+        return network
+    plan: Any = config.recompute
+    return Recomputed(network, plan)
 
 
 def prediction(
@@ -50,7 +95,8 @@ def prediction(
 ) -> profile.Explanation:
     """Return the prediction of a step; its `guesses` are no warnings. Raises UserError where the step fails."""
     with _failures_refused(path, _step_fails(shape)), warnings.catch_warnings(action="ignore"):
-        return profile.predict(network, shape, amp=_amp(config), device=build.device_type(config), depth=depth)
+        trained = _by_plan(network, config)
+        return profile.predict(trained, shape, amp=_amp(config), device=build.device_type(config), depth=depth)
 
 
 def _amp(config: Config) -> bool | str:

@@ -1,6 +1,7 @@
 """`unet3d memory` of several configs: peaks side by side, curves, or what fits a budget; from simulated steps."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from unet3d.base import shell
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv
 from unet3d.base.progress import track
-from unet3d.base.terminal import WIDE, paper, terminal_table
+from unet3d.base.terminal import NARROW, WIDE, narrow_tables, paper, terminal_table
 from unet3d.base.types import MIB, Table, budget_bytes, mib
 from unet3d.cli.memory_of_config import scaled_width
 from unet3d.memory import budget, export, tables
@@ -21,9 +22,12 @@ from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate
 from unet3d.memory.recompute_plan import curve
 from unet3d.report import memory_curves
+from unet3d.report.comparison_plots import PlottedRun, comparison_plot
 from unet3d.run.pretrained import with_init_names
 
 ROWS_SHOWN = 24  # of the table of what fits
+MOST_TRACES = 7  # lines that a picture tells apart
+ESCAPED = re.compile(r"[\\](.)")
 BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
 WORK = "recompute: forward passes in a step"
@@ -41,7 +45,7 @@ class Point(NamedTuple):
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
-    """Print one row per job; with `out`, write peaks.csv, the layer traces of all in trace.csv, and their picture.
+    """Print one row per job; with `out`, write peaks.csv and the layer traces of all in trace.csv, and draw both.
 
     A job that makes no sense is a row without numbers, and a line that says why. Raises UserError where none does.
     """
@@ -54,10 +58,12 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
                 estimates[name] = error
     subjects = _sound(estimates)
     table = _table_of_peaks(estimates, subjects)
-    paper(WIDE).print(terminal_table("Predicted peak of a step", table))
+    console = paper(NARROW)
+    console.print(narrow_tables("Predicted peak of a step", table, console.width))
     _print_skipped(estimates)
     if out is not None:
-        _write_peaks(estimates, subjects, out)
+        options = [dict(word.split("=", 1) for word in words) for words in own_words(jobs)]
+        _write_peaks(dict(zip(estimates, options, strict=True)), subjects, out)
 
 
 def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]) -> Table:
@@ -82,22 +88,24 @@ def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]
     return Table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
 
 
-def _write_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate], out: Path) -> None:
-    """Write peaks.csv, trace.csv and its picture, and print the folder."""
+def _write_peaks(options: Mapping[str, dict[str, str]], subjects: Mapping[str, MemoryEstimate], out: Path) -> None:
+    """Write peaks.csv, a column for each option that differs, trace.csv and pictures, and print the folder."""
     (out / "figures").mkdir(parents=True, exist_ok=True)
+    keys = list(dict.fromkeys(key for values in options.values() for key in values))
     rows: list[list] = []
-    for name in estimates:
+    for name, values in options.items():
         subject = subjects.get(name)
-        if subject is None:
-            rows.append([name, None, None])
-        else:
-            rows.append([name, subject.parameters, subject.peak])
-    write_csv(out / "peaks.csv", ["config", "parameters", "peak_bytes"], rows)
+        numbers = [None, None] if subject is None else [subject.parameters, subject.peak]
+        rows.append([name, *map(values.get, keys), *numbers])
+    write_csv(out / "peaks.csv", ["config", *keys, "parameters", "peak_bytes"], rows)
+    bars = [PlottedRun(name, "predicted", subject.peak, None, None) for name, subject in subjects.items()]
+    comparison_plot(bars, "", out / "figures" / "peaks.png")
     calls = []
     for name, subject in subjects.items():
         calls += export.trace(subject.ledger, name, MEASURED_STEPS - 1)
     export.write_trace(calls, out / "trace.csv")
-    memory_curves.trace_plot(calls, out / "figures" / "trace.png")
+    if len(subjects) <= MOST_TRACES:
+        memory_curves.trace_plot(calls, out / "figures" / "trace.png")
     print(escaped(out))
 
 
@@ -106,11 +114,7 @@ def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> Estimat
 
     Raises UserError where two jobs have the same.
     """
-    common = set(jobs[0]).intersection(*jobs)
-    names = []
-    for job in jobs:
-        own_words = [word for word in job if word not in common]
-        names.append(" ".join(own_words) or "config")
+    names = [" ".join(words) or "config" for words in own_words(jobs)]
     for name, count in Counter(names).items():
         if count > 1:
             raise UserError(f"{name} is asked for more than once; name each value once")
@@ -121,6 +125,20 @@ def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> Estimat
         except UserError as error:
             estimates[name] = error
     return estimates
+
+
+def own_words(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return of each job the overrides that are not common to all, as they are typed: Hydra writes `amp=False`."""
+    common = set(jobs[0]).intersection(*jobs)
+    typed = {"True": "true", "False": "false", "None": "null"}
+    own_words = []
+    for job in jobs:
+        words = []
+        for key, _, value in (word.partition("=") for word in job if word not in common):
+            plain = typed.get(value) or ESCAPED.sub(r"\1", value)
+            words.append(f"{key}={plain}")
+        own_words.append(words)
+    return own_words
 
 
 def _sound(estimates: Estimates) -> dict[str, MemoryEstimate]:

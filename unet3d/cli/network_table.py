@@ -29,6 +29,7 @@ from unet3d.recomputing.program import Program
 MODULE_MULTIPLE = 16  # voxels, of the patches of a network whose strides are not known
 FORMS = {"cuda": ("tensors", "allocated", "reserved", "expandable"), "cpu": ("tensors",)}  # of peaks, as printed
 COMPARED = {"cuda": "reserved", "cpu": "tensors"}  # with the budget
+UNITS = {"GiB": 2**30, "MiB": MIB, "KiB": 2**10}
 NEVER = 2**31 - 1  # collections of younger objects, before one of the oldest
 
 
@@ -207,9 +208,9 @@ def _sizes(peaks: Peaks, steps: Steps) -> list[str]:
 
 
 def rounded(size: int) -> str:
-    """Return bytes as `11 GiB`, `5.21 GiB` or `64 MiB`."""
-    unit = "GiB" if size >= 2**30 else "MiB"
-    number = f"{size / (2**30 if unit == 'GiB' else MIB):.2f}"
+    """Return bytes as `11 GiB`, `5.21 GiB`, `64 MiB` or `1 KiB`."""
+    unit = "GiB" if size >= 2**30 else "MiB" if size >= MIB else "KiB"
+    number = f"{size / UNITS[unit]:.2f}"
     return f"{number.rstrip('0').rstrip('.')} {unit}"
 
 

@@ -14,6 +14,7 @@ from unet3d.config import compose
 from unet3d.config.compose import Composed, Job
 from unet3d.config.resume_rules import resumed
 from unet3d.config.schema import Config
+from unet3d.config.words import refuse_misread
 
 FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it trains
 # Hydra's own options that count. Others are for what its application does around a job, which a run does by itself.
@@ -94,9 +95,11 @@ def folder_to_go_on_in(overrides: Sequence[str]) -> Path:
 def resumed_config(folder: Path, composed: Composed) -> Config:
     """Return the config of the run in `folder` with what the command line sets. Raises UserError."""
     refuse_links_out(folder)
-    values = read_yaml(folder / "config.yaml")
+    path = folder / "config.yaml"
+    values = read_yaml(path)
     if not isinstance(values, dict):
-        raise UserError(f"{folder / 'config.yaml'}: holds no options: it is missing, or damaged")
+        raise UserError(f"{path}: holds no options: it is missing, or damaged")
+    refuse_misread(path, values, read_yaml(path, as_written=True))
     return resumed(values, str(folder), composed)
 
 

@@ -2,20 +2,25 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_text
 from unet3d.base.types import budget_bytes, host_bytes, mib
-from unet3d.cli import plan_network
-from unet3d.config import compose
-from unet3d.config.plan_file import READ_ALONE, is_settable
+from unet3d.cli import lifecycle, plan_network
+from unet3d.config import compose, rules
+from unet3d.config.plan_file import BY_LEVEL, READ_ALONE, is_settable
+from unet3d.config.schema import Config
 
 SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
 SHARE_OF_CARD = 0.9  # of a GPU's
 ANY_PATCH = "data.patch=[1024,1024,1024]"  # until one is planned: any network takes it
 OWN = ("time", "like")  # words that are no options of a run
+OF_ONE = ("model.kernels", "model.strides")  # of which three numbers are for all levels
 NOT_RUN = ("budget", "plan", "dry_run", "resume", "sweep")  # options that say nothing of the run that is planned
 
 
@@ -34,9 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"like={like}: use like=nnunet, or leave it out")
     composed = compose.compose_tree(overrides)
     given = _given(composed)
-    if "data.patch" not in given:
-        composed = compose.compose_tree([*overrides, ANY_PATCH])
-    config = compose.load(composed.options)
+    config = _config(composed, given)
+    if config.model.kernels == "auto":
+        given.discard("model.kernels")
+    if config.model.strides == "auto":
+        given.discard("model.strides")
     given -= set(READ_ALONE)
     for name in sorted(given):
         if not is_settable(name):
@@ -64,9 +71,35 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {escaped(line)}")
     command = shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])
     write_text(out, plan.as_yaml(draft, command))
-    train = shlex.join(["python", "train.py", f"plan={out}", *_read_alone(overrides)])
+    for line in draft.warnings:
+        lifecycle.print_error(f"warning: {line}")
+    train = shlex.join(["python", "train.py", lifecycle.path_option("plan", out), *_read_alone(overrides)])
     print(f"written: {escaped(out)}; train it: {escaped(train)}")
     return 0
+
+
+def _config(composed: compose.Composed, given: Collection[str]) -> Config:
+    """Return the config before the plan, whose network has no planned levels yet: a patch is not checked with it.
+
+    Raises UserError, also for what is given of levels whose number is not.
+    """
+    model = composed.options.model
+    values: Any = OmegaConf.to_container(model)
+    for name in BY_LEVEL:
+        entries = values[name.removeprefix("model.")]
+        if name not in given or "model.features" in given or not isinstance(entries, list):
+            continue
+        if name not in OF_ONE or not all(isinstance(entry, int) for entry in entries):
+            raise UserError(f"{name}={entries}: has an entry for each level; give model.features, too")
+    if model.padding == "valid" and "data.patch" not in given:
+        raise UserError("model.padding=valid: a plan chooses patches for model.padding=same; give data.patch=[x,y,z]")
+    if model.padding == "valid":
+        return compose.load(composed.options)
+    config = compose.load(compose.compose_tree([*composed.overrides, ANY_PATCH]).options)
+    if "data.patch" in given:
+        config.data.patch = list(composed.options.data.patch)
+        rules.check_options(config)
+    return config
 
 
 def _given(composed: compose.Composed) -> set[str]:

@@ -12,6 +12,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.cli.commands import config_with_warnings
 from unet3d.cli.memory import network_keywords
+from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.model.geometry import Triple
 
@@ -38,14 +39,15 @@ class Question(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the question to a parser that takes overrides."""
-    parser.add_argument("--network", help="nnunet, or a model= of the package: which patches fit, without data")
-    parser.add_argument("--module", help="any network instead, package.module:name")
-    parser.add_argument("--args", default="{}", metavar="JSON", help="of --module: keywords that make the network")
+    parser.add_argument("--network", help="nnunet, or a model= of the package: which patches fit it, without data")
+    parser.add_argument("--module", help="instead of --network: any network, package.module:name")
+    parser.add_argument("--args", default="{}", metavar="JSON", help="keywords that make the network (needs --module)")
     parser.add_argument("--channels", type=int, default=1, metavar="N", help="image channels (1)")
-    parser.add_argument("--classes", type=int, default=2, metavar="N", help="of --network: classes with background (2)")
-    parser.add_argument("--proportions", metavar="AxBxC", help="patches of these proportions, too: 160x192x160")
-    parser.add_argument("--peak-of", metavar="AxBxC", help="the budget is what amp=true needs for this patch")
-    multiple = "of --module: its patches' lengths are multiples of N (16)"
+    parser.add_argument("--classes", type=int, default=2, metavar="N", help="with background (2; needs --network)")
+    parser.add_argument("--proportions", metavar="AxBxC", help="also patches of these proportions, such as 160x192x160")
+    peak_of = "in place of budget=: what a step with amp=true needs for this patch"
+    parser.add_argument("--peak-of", metavar="AxBxC", help=peak_of)
+    multiple = "patch lengths are multiples of N voxels (16; needs --module)"
     parser.add_argument("--multiple", type=int, metavar="N", help=multiple)
 
 
@@ -115,6 +117,8 @@ def _network_config(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
     is_nnunet = arguments.network == NNUNET
     words = [f"model={NNUNET_NETWORK if is_nnunet else arguments.network}"]
     words += [f"model.in_channels={arguments.channels}", f"model.classes={arguments.classes}"]
+    if compose.compose_tree([*words, *overrides]).options.model.padding == "valid":
+        raise UserError(f"--network {arguments.network}: takes networks with model.padding=same; others by --module")
     return config_with_warnings([*words, *AS_NNUNET, ON_CUDA, *overrides])
 
 

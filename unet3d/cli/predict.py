@@ -3,7 +3,8 @@
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,11 @@ from unet3d.cli.commands import counted
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
+    from unet3d.run.origins import Origins
     from unet3d.run.predict import Segmenter
 
+ENDINGS = (".nii.gz", ".nii")
+OTHER_ENDINGS = (".nrrd", ".nhdr", ".mha", ".mhd", ".mgz", ".mgh", ".hdr", ".img", ".gz", ".dcm", ".npy", ".npz")
 LONGEST_NUMBER = 20  # letters
 SHARE = re.compile(r"-?(\d{1,9}(\.\d{0,20})?|\.\d{1,20})", re.ASCII)
 
@@ -23,34 +27,82 @@ SHARE = re.compile(r"-?(\d{1,9}(\.\d{0,20})?|\.\d{1,20})", re.ASCII)
 def run(arguments: argparse.Namespace) -> int:
     """Segment every file. Return 2 if one could not be segmented."""
     shard = _shard(arguments.shard)
+    is_file = _names_file(arguments.out)
+    if is_file and shard != (0, 1):
+        raise UserError(f"-o {arguments.out}: names one file, --shard a part of many; give a folder")
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
+    from unet3d.run.origins import Origins
 
     segmenter = _open_segmenter(arguments)
     refuse_large_window(segmenter.predictor, arguments.checkpoint)
     channels = len(segmenter.intensity)
-    cases, problems = predict.find_cases(arguments.inputs, channels, segmenter.by_channel, shard)
-    images = {os.path.realpath(path) for path in predict.files_in(arguments.inputs)[0]}  # Path.resolve raises: a circle
+    cases, problems = predict.find_cases(arguments.inputs, channels, segmenter.by_channel, shard, segmenter.affine)
+    count = len(cases) + len(problems)
+    if is_file and count > 1:
+        raise UserError(f"-o {arguments.out}: names one file for {counted(count, 'case')}; give a folder")
     for problem in problems:
         lifecycle.print_error(f"error: {escaped(problem)}")
+    paths_of = {case.id: _paths(case, arguments, is_file) for case in cases}
+    _refuse_images(paths_of.values(), predict.files_in(arguments.inputs)[0], is_file)
+    folder = arguments.out.parent if is_file else arguments.out
+    origins = Origins(folder, segmenter.origin, arguments.checkpoint)
+    missing_of = _missing(origins, cases, paths_of, arguments.overwrite)
+    for line in predict.stated_twice_in(cases):
+        lifecycle.print_error(f"warning: {escaped(line)}")
     failed = len(problems)
     written = 0
     skipped = 0
     with progress.counting("predicting cases", len(cases)) as counter:
         for case in cases:
-            paths = _paths(case, arguments)
-            _refuse_images(paths, images)
-            missing = [path for path in paths if arguments.overwrite or not path.exists()]
-            if paths[0] not in missing:
+            missing = missing_of[case.id]
+            label_map = paths_of[case.id][0]
+            if label_map not in missing:
                 skipped += 1
-                _print_skipped(paths[0], missing)
-            elif _segment(segmenter, case, missing):
+                _print_skipped(label_map, missing)
+            elif _segment(segmenter, case, missing, origins):
                 written += 1
             else:
                 failed += 1
             counter.advance()
     _print_counts(written, skipped, failed, segmenter)
     return UserError.exit_code if failed else 0
+
+
+def _names_file(out: Path) -> bool:
+    """Return whether -o names a label map, not a folder. Raises UserError for a file of another kind."""
+    if out.is_dir():
+        return False
+    name = out.name.lower()
+    if name.endswith(ENDINGS):
+        return True
+    if out.exists():
+        raise UserError(f"{out}: is a file; -o names a folder")
+    if name.endswith(OTHER_ENDINGS):
+        raise UserError(f"-o {out}: label maps are written as .nii.gz; name it so, or give a folder")
+    return False
+
+
+def _missing(
+    origins: "Origins",
+    cases: Sequence["Case"],
+    paths_of: Mapping[str, Sequence[Path]],
+    overwrite: bool,
+) -> dict[str, list[Path]]:
+    """Return by case the files to write. Raises UserError where others than this network's are there."""
+    if overwrite:
+        return {case.id: [*paths_of[case.id]] for case in cases}
+    missing = {}
+    others = []
+    for case in cases:
+        try:
+            missing[case.id] = origins.missing(case, paths_of[case.id])
+        except ValueError as error:
+            others.append(str(error))
+    if others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        raise UserError(f"{others[0]}{more}; give another folder, or --overwrite to replace what is there")
+    return missing
 
 
 def _open_segmenter(arguments: argparse.Namespace) -> "Segmenter":
@@ -71,24 +123,37 @@ def _open_segmenter(arguments: argparse.Namespace) -> "Segmenter":
         raise UserError(text.replace("mirror=true: ", "--mirror: ", 1)) from error
 
 
-def _paths(case: "Case", arguments: argparse.Namespace) -> list[Path]:
+def _paths(case: "Case", arguments: argparse.Namespace, is_file: bool) -> list[Path]:
     """Return the files to write for a case: its label map, and its probabilities where they are asked for."""
-    paths = [arguments.out / f"{case.id}.nii.gz"]
-    if arguments.probabilities:
-        paths.append(arguments.out / f"{case.id}_probabilities.nii")
-    return paths
+    from unet3d.data.nifti import stem
+
+    label_map = arguments.out if is_file else arguments.out / f"{case.id}.nii.gz"
+    if not arguments.probabilities:
+        return [label_map]
+    return [label_map, label_map.with_name(f"{stem(label_map)}_probabilities.nii")]
 
 
-def _refuse_images(paths: Sequence[Path], images: set[str]) -> None:
-    """Raise UserError where one of the files to write is an image to segment."""
-    for path in paths:
-        if os.path.realpath(path) in images:
+def _refuse_images(outputs: Iterable[Sequence[Path]], images: Sequence[Path], is_file: bool) -> None:
+    """Raise UserError where one of the files to write is an image to segment, or would lie among these.
+
+    From then on it would count as one of them. A file that was named may lie there, but not under an image's name.
+    """
+    from unet3d.data.nifti import stem
+
+    places = {os.path.realpath(path) for path in images}  # Path.resolve raises: a circle
+    neighbours = {(os.path.realpath(path.parent), stem(path) if is_file else ""): path for path in images}
+    for path in chain.from_iterable(outputs):
+        if os.path.realpath(path) in places:
             raise UserError(f"{path}: is an image to segment; give another folder for the label maps")
+        image = neighbours.get((os.path.realpath(path.parent), stem(path) if is_file else ""))
+        if image is not None:
+            what = f"would lie among the images to segment, as {image.name}, and count as one of them"
+            raise UserError(f"{path}: {what}; give another folder for the label maps")
 
 
 def _print_skipped(label_map: Path, missing: Sequence[Path]) -> None:
     """Say that a label map is there already, and which file beside it is not written for that."""
-    print(f"{escaped(label_map)}: skipped, it exists (--overwrite replaces it)")
+    print(f"{escaped(label_map)}: skipped, this network wrote it from this image (--overwrite writes it again)")
     if missing:
         print(f"{escaped(missing[0])}: not written, since its label map was skipped (--overwrite)")
 
@@ -103,9 +168,8 @@ def _print_counts(written: int, skipped: int, failed: int, segmenter: "Segmenter
     line = ", ".join(parts)
     if written:
         line += f"; values: {escaped(segmenter.written)}"
-    if written and segmenter.largest:
-        values = segmenter.values or range(max(segmenter.largest) + 1)
-        line += f"; the largest component alone of {', '.join(str(values[number]) for number in segmenter.largest)}"
+    if written and segmenter.kept:
+        line += f"; only the largest component is kept of: {escaped(segmenter.kept)}"
     print(line)
 
 
@@ -136,14 +200,16 @@ def _share_or_word(text: str | None) -> float | str | None:
     return float(text)
 
 
-def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path]) -> bool:
+def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path], origins: "Origins") -> bool:
     """Write the files of a case, and print their paths. Return whether that was possible. Raises NotSaved."""
     from unet3d.data.nifti import replacement
     from unet3d.run import predict
 
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
+        origins.begin(case, paths)
         volume = segmenter.to_file(case, *paths)
+        origins.end(case, paths[0])
         warnings = predict.accepted_contradictions(case)
         if volume.nonfinite_voxels:
             warnings.insert(0, f"{case.id}: {replacement(volume.nonfinite_voxels)}")

@@ -4,20 +4,23 @@ import os
 import re
 import shlex
 import signal
+import stat
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from unet3d.base import signals
-from unet3d.base.errors import Preempted, UserError, reason
+from unet3d.base.errors import Preempted, UserError, escaped, reason
 from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.compose import Composed, Job
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"
+LOG = "log.txt"  # of a job's run folder: what it printed
 stopped = threading.Event()  # set once this process may begin no more jobs
 
 
@@ -99,9 +102,10 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
 
 def _stop(number: int, launcher: str) -> None:
     """Ask the processes that run jobs to end in good order. Jobs in Slurm's queue go on: only this process ends."""
-    if launcher in QUEUES or (number == signal.SIGINT and stopped.is_set()):
-        raise KeyboardInterrupt
+    is_again = number == signal.SIGINT and stopped.is_set()
     stopped.set()
+    if launcher in QUEUES or is_again:
+        raise KeyboardInterrupt
     for worker in _children(os.getpid()):
         if _children(worker):  # it has a job; one that waits for the next would die, and joblib would kill the others
             with suppress(ProcessLookupError):
@@ -157,6 +161,42 @@ def _exit_code(job: Job, before: int) -> int:
     return lifecycle.print_error(f"{job.folder}: the job did not begin", 1)
 
 
+@contextmanager
+def log_of(folder: Path) -> Iterator[IO[str] | None]:
+    """Yield the file that gets what a job prints; None where it cannot be written. One that stays empty is removed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would be waited for
+    try:
+        file = open(os.open(folder / LOG, flags, 0o666), "a")  # noqa: SIM115
+    except OSError:
+        yield None
+        return
+    with file:
+        opened = os.fstat(file.fileno())
+        is_ours = stat.S_ISREG(opened.st_mode) and opened.st_nlink == 1  # else another name of a file elsewhere
+        yield file if is_ours else None
+        if is_ours and not os.fstat(file.fileno()).st_size:
+            (folder / LOG).unlink(missing_ok=True)
+
+
+def print_result(number: int, folder: Path) -> None:
+    """Print a line on how a job ended: its score, its peak, and where the rest is."""
+    from unet3d.report.compared_runs import compared, ending
+    from unet3d.report.facts import highlights
+    from unet3d.report.record import read_run
+
+    try:
+        run = read_run(folder)
+    except UserError as error:
+        lifecycle.print_error(f"job {number}: {error}")
+        return
+    parts = [ending(compared("", run).numbers["status"])]
+    parts += [f"{name} {value}" for name, value in highlights(run).items() if name.startswith(("Dice", "peak"))]
+    where = folder / LOG if (folder / LOG).is_file() else folder
+    if where.is_relative_to(Path.cwd()):
+        where = where.relative_to(Path.cwd())
+    print(escaped(f"job {number}: {'; '.join(parts)}; all of it: {where}"), flush=True)
+
+
 def run_job(folder: Path, overrides: list[str], searchpath_overrides: list[str]) -> int:
     """Run a job in a process of its own, which goes on where its folder has a checkpoint. Return its exit code.
 
@@ -165,7 +205,8 @@ def run_job(folder: Path, overrides: list[str], searchpath_overrides: list[str])
     before, _ = lifecycle.status(folder)
     run_folder = lifecycle.path_option("hydra.run.dir", folder.resolve())
     words = [*overrides, *searchpath_overrides, GOES_ON, run_folder]
-    code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words])
+    with log_of(folder) as log:
+        code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words], log)
     if is_asked:
         stopped.set()
     after, text = lifecycle.status(folder)

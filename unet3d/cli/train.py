@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,9 +138,11 @@ def job_of_sweep(tree: DictConfig) -> None:
     print(f"job {asked.number}: {escaped(' '.join(asked.overrides))}", flush=True)
     if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
         config = compose.load(hydra_app.options_of_job(tree))
-        lifecycle.run(job, config, asked.folder, [*asked.searchpath_overrides, *asked.overrides])
+        with sweep.log_of(asked.folder) as log, redirect_stdout(log or sys.stdout):
+            lifecycle.run(job, config, asked.folder, [*asked.searchpath_overrides, *asked.overrides])
     else:
         sweep.run_job(asked.folder, asked.overrides, asked.searchpath_overrides)
+    sweep.print_result(asked.number, asked.folder)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unet3d import build
-from unet3d.base import ranks
+from unet3d.base import ranks, signals
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
 from unet3d.cli import lifecycle
@@ -50,6 +50,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         goes_on = config.resume is not None and config.recompute != "none"
         before = saved_schedule(folder) if goes_on else None
         predicted = ranks.on_rank0(lambda: _preflight(config, model_config, before))
+        signals.raise_again()
         if data is None:
             ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
             return
@@ -113,5 +114,6 @@ def _train(
             report.draw_figures(record)
         else:
             record = run.finish()
+    signals.raise_again()
     report.write_page(record)
     summary.print_summary(record)

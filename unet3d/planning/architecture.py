@@ -79,7 +79,9 @@ def median_shape(
     """Return the median shape (voxels) of cases resampled to a spacing (mm); of an even number, it may end on .5."""
     resampled = []
     for shape, spacing in zip(shapes, spacings, strict=True):
-        lengths = [round(mm / wanted * voxels) for voxels, mm, wanted in zip(shape, spacing, target, strict=True)]
+        lengths = [
+            max(1, round(mm / wanted * voxels)) for voxels, mm, wanted in zip(shape, spacing, target, strict=True)
+        ]
         resampled.append(lengths)
     x, y, z = np.median(resampled, axis=0).tolist()
     return x, y, z

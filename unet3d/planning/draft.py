@@ -32,6 +32,7 @@ class Draft:
     options: dict[str, Any] = field(default_factory=dict)  # that the plan sets, by dotted name
     promise: dict[str, Any] = field(default_factory=dict)  # what is predicted of the run
     decisions: list[Decision] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # of what the budget or the time left undone
 
     @property
     def device(self) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import mib
+from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.model import geometry, half_precision
 from unet3d.planning import fits, timing
@@ -24,7 +25,7 @@ BATCHES = {"cpu": 4, "cuda": 16}  # patches a step at most: on a CPU more steps 
 LEAST_BATCH = 2  # patches a step: their variety is worth more than a larger patch
 SHARE_OF_DATA = 0.05  # of all voxels, that a batch has at most
 LEAST_STEPS = 900  # in the given time, before patch and batch grow and the network is made wider
-SLOWER_BY_AMP = 1.1  # times float32's time, at most, for half the bytes of maps
+SLOWER_BY_AMP = 1.1  # times float32's time, at most, for half the bytes of activations
 
 
 def choose_precision(draft: Draft) -> None:
@@ -34,23 +35,26 @@ def choose_precision(draft: Draft) -> None:
         return
     if draft.device == "cuda":
         draft.set("amp", True)
-        reason = "half the bytes of maps, and the time of tensor cores"
+        reason = "half the bytes of activations, and the time of tensor cores"
         draft.decide("precision", "amp=true, bf16", reason, "amp=false")
         return
     if half_precision.has_kernels(torch.bfloat16):
         draft.set("amp", True)
-        reason = "half the bytes of maps; this CPU computes in bf16"
+        reason = "half the bytes of activations; this CPU computes in bf16"
         draft.decide("precision", "amp=true, bf16", reason, "amp=false")
         return
     sizes = _sizes(draft)
-    small = with_patch(draft, FIRST_ON_CPU, _small(sizes))
+    widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
+    small = with_patch(draft, widths[-1], _small(sizes))
     config = fits.plain(small)
     seconds = timing.measured_step(replace(config, amp=False))
     seconds_by_amp = timing.measured_step(replace(config, amp=True))
     ratio = seconds_by_amp / seconds
     is_worth = ratio <= SLOWER_BY_AMP
     draft.set("amp", is_worth)
-    reason = f"half the bytes of maps; a small step takes {ratio:.2f} times float32's time on this CPU (measured)"
+    reason = (
+        f"half the bytes of activations; a small step takes {ratio:.2f} times float32's time on this CPU (measured)"
+    )
     draft.decide("precision", _amp(is_worth), reason, _amp(not is_worth))
 
 
@@ -60,17 +64,36 @@ def _amp(is_on: bool) -> str:
 
 
 def _sizes(draft: Draft) -> list[SizedPatch]:
-    """Return the patches to choose from, the largest first."""
+    """Return the patches to choose from, the largest first. Raises UserError where no run takes any of them."""
     config = draft.config
     spacing = spacing_of(draft)
     levels = None
     if draft.is_given("model.features"):
         levels = len(config.model.features)
-    if not draft.is_given("data.patch"):
-        return sized_patches(spacing, shape_of(draft), levels)
-    first = sized_patches(spacing, config.data.patch, levels)[0]
-    x, y, z = config.data.patch
-    return [SizedPatch((x, y, z), first.levels)]
+    if draft.is_given("data.patch"):
+        first = sized_patches(spacing, config.data.patch, levels)[0]
+        x, y, z = config.data.patch
+        return [SizedPatch((x, y, z), first.levels)]
+    sizes = sized_patches(spacing, shape_of(draft), levels)
+    return [size for size in sizes if _is_taken(draft, size)] or sizes[:1]
+
+
+def _is_taken(draft: Draft, size: SizedPatch) -> bool:
+    """Return whether a run takes a patch, beside the options that are given."""
+    try:
+        with_patch(draft, _first_widths(draft)[0], size)
+    except UserError:
+        return False
+    return True
+
+
+def _first_widths(draft: Draft) -> list[int]:
+    """Return the channels of the first level to choose from, in order of preference: those that groups divide."""
+    model = draft.config.model
+    divisor = model.groups if model.norm == "group" else 1
+    if model.widen == "second":
+        divisor *= 2
+    return [width for width in FIRST_WIDTHS if width % divisor == 0] or list(FIRST_WIDTHS)
 
 
 def _small(sizes: list[SizedPatch]) -> SizedPatch:
@@ -82,7 +105,7 @@ def _small(sizes: list[SizedPatch]) -> SizedPatch:
 
 
 def with_patch(draft: Draft, first_width: int, size: SizedPatch) -> Config:
-    """Return the config with a patch, and the network that suits it."""
+    """Return the config with a patch, and the network that suits it. Raises UserError for what no run takes."""
     config = draft.config
     model = config.model
     levels = size.levels
@@ -93,7 +116,9 @@ def with_patch(draft: Draft, first_width: int, size: SizedPatch) -> Config:
     if not draft.is_given("model.strides"):
         model = replace(model, strides=plain_sizes(levels.strides, 2))
     data = replace(config.data, patch=list(size.patch))
-    return replace(config, model=model, data=data)
+    config = replace(config, model=model, data=data)
+    rules.check(config, here=False)
+    return config
 
 
 def _widths(first: int, levels: int) -> list[int]:
@@ -175,7 +200,7 @@ def _seconds_a_voxel(draft: Draft, sizes: list[SizedPatch]) -> dict[int, float]:
     if draft.seconds is None or not timing.is_here(draft.config):
         return {}
     small = _small(sizes)
-    widths = list(FIRST_WIDTHS)
+    widths = _first_widths(draft)
     if draft.is_given("model.features"):
         widths = widths[:1]
     rates = {}
@@ -190,15 +215,16 @@ def _first_width(draft: Draft, sizes: list[SizedPatch], rates: dict[int, float])
     """Return the channels of the first level: the most for which memory and time allow."""
     if draft.is_given("model.features"):
         return FIRST_WIDTHS[0]
-    widths = [width for width in FIRST_WIDTHS if width >= FIRST_ON_CPU]
+    allowed = _first_widths(draft)
+    widths = [width for width in allowed if width >= FIRST_ON_CPU]
     if rates and draft.seconds is not None:
         voxels = LEAST_STEPS * BATCHES[draft.device] * sizes[0].voxels
         enough = [width for width in widths if draft.seconds >= voxels * rates[width]]
-        widths = enough or [FIRST_ON_CPU]
+        widths = enough or widths[-1:]
     elif draft.device == "cpu":
-        widths = [FIRST_ON_CPU]
+        widths = widths[-1:]
     middle = sizes[len(sizes) // 2]
-    least = FIRST_WIDTHS[-1]
+    least = allowed[-1]
     for width in (*widths, least):
         config = with_patch(draft, width, middle)
         if fits.state_bytes(config) <= STATE_SHARE * draft.budget:

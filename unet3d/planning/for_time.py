@@ -9,6 +9,7 @@ from unet3d.planning.from_fingerprint import spacing_of
 
 DEFAULT_STEPS = 2000  # without a time
 MOST_STEPS = 250_000  # nnU-Net's number
+FEW = 300  # steps of a given time, below which a line warns
 VALIDATIONS = 2
 MIRROR_SHARE = 0.1  # of the time, at most, for validations that average over mirrorings
 FORWARD = 1 / 3  # of the time of a step: backward takes two of them
@@ -38,6 +39,8 @@ def choose_steps(draft: Draft) -> None:
     total = steps * step.seconds + ceil(steps / (draft.config.eval_every or steps)) * validation
     draft.promise["seconds"] = round(total, 1)
     draft.decide("steps", f"{steps:,}", f"{reason}: {duration(total)} in all (predicted)")
+    if draft.seconds is not None and steps < FEW and not draft.is_given("steps"):
+        draft.warnings.append(f"steps: {steps} in {duration(draft.seconds)} are few to learn from; give more time")
     _choose_rate(draft)
 
 
@@ -79,7 +82,8 @@ def _choose_rate(draft: Draft) -> None:
         rate = min(rate, LONG_RATE)
     draft.set("optim.lr", rate)
     kind = f"{draft.config.optim.name}, {draft.config.optim.schedule}"
-    reason = f"{kind}; from {LONG:,} steps on {LONG_RATE:g} (a rule of thumb, not measured)"
+    length = f"fewer than {LONG:,} steps" if draft.config.steps < LONG else f"{LONG:,} steps or more"
+    reason = f"{kind}, of {length} (a rule of thumb, not measured)"
     draft.decide("learning rate", f"{rate:g}", reason, f"optim.lr={rate / 3:.2g}")
 
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from unet3d.model.geometry import Triple
 from unet3d.planning.architecture import levels_of
+from unet3d.planning.sized_patches import LONGEST
 
-LONGEST = 2048  # voxels of an axis, as data.patch has it
 LEAST = 16  # voxels of an axis of the first patch
 CUBE: Triple = (1, 1, 1)
 VOXEL = (1.0, 1.0, 1.0)  # mm

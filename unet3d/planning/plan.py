@@ -2,17 +2,25 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from unet3d.base.errors import escaped
+from unet3d.base.errors import UserError, escaped
 from unet3d.config.schema import Config
-from unet3d.planning.draft import Draft, changed
+from unet3d.data.grids import MAX_GROWTH
+from unet3d.planning.draft import Draft, changed, sizes_text
 from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.for_budget import choose_precision, choose_step, plain_sizes
 from unet3d.planning.for_time import choose_steps
-from unet3d.planning.from_fingerprint import choose_intensity, choose_mirrors, choose_rotation, choose_spacing
+from unet3d.planning.from_fingerprint import (
+    choose_intensity,
+    choose_mirrors,
+    choose_rotation,
+    choose_spacing,
+    growth,
+)
 from unet3d.planning.nnunet import nnunet_plan
 from unet3d.planning.reasons import note_step
 
@@ -44,13 +52,21 @@ def make_plan(
 
 
 def like_nnunet(config: Config, given: Collection[str], fingerprint: Fingerprint) -> tuple[Config, set[str]]:
-    """Return the config as nnU-Net's planner would choose it, but for `given` options, and all that is then given."""
+    """Return the config as nnU-Net's planner would choose it, but for `given` options, and all that is then given.
+
+    Raises UserError for a spacing that no run takes.
+    """
     chosen = nnunet_plan(
         fingerprint.shapes,
         fingerprint.spacings,
         fingerprint.model["classes"],
         cases=fingerprint.cases,
     )
+    most = max(map(partial(growth, target=chosen.spacing), fingerprint.shapes, fingerprint.spacings))
+    if most > MAX_GROWTH and "data.spacing" not in given:
+        spacing = sizes_text(chosen.spacing)
+        problem = f"{most:,.0f} times the voxels of a case, and a run takes {MAX_GROWTH} times at most"
+        raise UserError(f"like=nnunet: a spacing of {spacing} mm makes {problem}; leave it out, or give data.spacing")
     options = {
         "data.spacing": list(chosen.spacing),
         "data.patch": list(chosen.patch),

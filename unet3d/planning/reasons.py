@@ -2,13 +2,15 @@
 
 from math import prod
 
+from unet3d.base.progress import duration
 from unet3d.base.types import mib, percent
 from unet3d.planning import fits
+from unet3d.planning.architecture import LEAST_LENGTH
 from unet3d.planning.draft import Draft, sizes_text
-from unet3d.planning.fits import Fit
 from unet3d.planning.for_budget import (
     BATCHES,
     FIRST_ON_CPU,
+    FIRST_WIDTHS,
     LEAST_BATCH,
     LEAST_STEPS,
     SHARE_OF_DATA,
@@ -16,7 +18,9 @@ from unet3d.planning.for_budget import (
     voxels_of_data,
 )
 from unet3d.planning.from_fingerprint import shape_of, spacing_of
+from unet3d.planning.sized_patches import LONGEST, MOST_LEVELS
 
+WEIGHTS = "a quarter of the budget does not hold weights, gradients and the optimizer's state"
 LARGE_PART = 0.8  # of the budget: where less is used, a line says why
 
 
@@ -38,7 +42,7 @@ def note_step(draft: Draft, choice: Choice) -> None:
         draft.set(name, value)
     _note_network(draft, choice)
     _note_patch(draft, choice)
-    _note_batch(draft, fit)
+    _note_batch(draft, choice)
     _note_schedule(draft, choice)
     _note_budget(draft, choice)
     draft.promise["device"] = draft.device
@@ -54,7 +58,12 @@ def _note_network(draft: Draft, choice: Choice) -> None:
     levels = choice.larger[-1].levels
     depth = len(model.features)
     deepest = [length // unit for length, unit in zip(draft.config.data.patch, levels.units, strict=True)]
-    reason = f"axes are halved while 4 voxels are left, here {sizes_text(deepest)}, and spacings are alike"
+    limit = f"axes of like spacing, while {LEAST_LENGTH} voxels are left"
+    if depth == MOST_LEVELS:
+        limit = f"{MOST_LEVELS} levels at most"
+    reason = f"halved to {sizes_text(deepest)} voxels: {limit}"
+    if depth == 1:
+        reason = "no axis is long enough to be halved"
     instead = f"{depth - 1} levels" if depth > 2 else ""
     if draft.is_given("model.features"):
         reason = "as given"
@@ -80,11 +89,15 @@ def _note_network(draft: Draft, choice: Choice) -> None:
 
 def _reason_of_width(draft: Draft, choice: Choice) -> str:
     if choice.first_width < FIRST_ON_CPU:
-        return "weights of wider levels and their state would fill a quarter of the budget"
+        return f"{WEIGHTS} of wider levels"
     if choice.seconds_a_voxel is not None:
-        return f"the most whose small step, measured, leaves {LEAST_STEPS} steps in the time, at least {FIRST_ON_CPU}"
+        time = duration(draft.seconds or 0)
+        return (
+            f"the widest that allow {LEAST_STEPS} steps in {time} (measured on a small patch), not below {FIRST_ON_CPU}"
+        )
     if draft.device == "cuda":
-        return "nnU-Net's first 32, doubled to 320, or less where their state would fill a quarter of the budget"
+        is_full = choice.first_width == FIRST_WIDTHS[0]
+        return "as nnU-Net's" if is_full else f"narrower than nnU-Net's: {WEIGHTS} of those"
     return "on a CPU half of nnU-Net's: a quarter of the work; time= may allow more"
 
 
@@ -102,7 +115,8 @@ def _note_patch(draft: Draft, choice: Choice) -> None:
     if draft.is_given("data.patch"):
         reason = "as given"
     elif chosen == choice.sizes[0]:
-        reason = f"{covers}: a larger patch would be padding"
+        limit = "a larger patch would be padding" if max(shape) <= LONGEST else f"{LONGEST:,} voxels an axis at most"
+        reason = f"{covers}: {limit}"
     elif chosen == choice.larger[0]:
         reason = f"{covers}: the time allows no larger one"
         instead = f"{sizes_text(choice.sizes[0].patch)} with more time"
@@ -110,21 +124,41 @@ def _note_patch(draft: Draft, choice: Choice) -> None:
         reason = f"{covers}: the largest of its proportions that fits"
         instead = f"{sizes_text(choice.larger[-2].patch)} with more memory"
     draft.decide("patch", sizes_text(patch), reason, instead)
+    if instead and any(length < whole for length, whole in zip(patch, map(round, extent), strict=True)):
+        size = f"{sizes_text(patch)} is smaller than the foreground, {sizes_text([round(n) for n in extent])} voxels"
+        remedy = "give more time" if chosen == choice.larger[0] else "give more memory"
+        draft.warnings.append(f"patch: {size}: no patch shows all of it; {remedy}")
 
 
-def _note_batch(draft: Draft, fit: Fit) -> None:
-    config = fit.config
+def _note_batch(draft: Draft, choice: Choice) -> None:
+    config = choice.fit.config
     patches = config.batch * config.accumulate
     if draft.is_given("batch", "accumulate"):
         draft.decide("batch", f"{config.batch}, accumulate={config.accumulate}", "as given")
     elif config.accumulate > 1:
-        choice = f"{config.batch}, accumulate={config.accumulate}"
+        parts = f"{config.batch}, accumulate={config.accumulate}"
         reason = f"{patches} patches a step for variety, one at a time, so that they may be larger"
-        draft.decide("batch", choice, reason, f"batch={patches}, a smaller patch")
+        draft.decide("batch", parts, reason, f"batch={patches}, a smaller patch")
     else:
-        limits = f"{BATCHES[draft.device]}, {SHARE_OF_DATA:.0%} of all voxels, memory and time"
-        reason = f"{LEAST_BATCH} for variety, and as many more as {limits} allow"
+        reason = f"at least {LEAST_BATCH} for variety; {_limit_of_batch(draft, choice)}"
         draft.decide("batch", str(config.batch), reason, f"batch={max(1, config.batch // 2)}")
+
+
+def _limit_of_batch(draft: Draft, choice: Choice) -> str:
+    """Return why a step has no more patches."""
+    config = choice.fit.config
+    voxels = prod(config.data.patch)
+    rate = choice.seconds_a_voxel
+    if choice.larger[-1] != choice.larger[0]:
+        return "larger patches come before more of them"
+    if config.batch >= BATCHES[draft.device]:
+        return f"{BATCHES[draft.device]} at most"
+    if (config.batch + 1) * voxels > SHARE_OF_DATA * voxels_of_data(draft):
+        return f"one more would be over {SHARE_OF_DATA:.0%} of all voxels"
+    seconds = 0.0 if rate is None else (config.batch + 1) * voxels * rate * LEAST_STEPS
+    if draft.seconds is not None and seconds > draft.seconds:
+        return f"one more would leave fewer than {LEAST_STEPS} steps in the time"
+    return "one more does not fit"
 
 
 def _note_schedule(draft: Draft, choice: Choice) -> None:
@@ -164,11 +198,11 @@ def _why_unused(draft: Draft, choice: Choice) -> str:
         if choice.larger[-1] == choice.larger[0]:
             return "the time allows no larger patch"
         return "the next larger patch does not fit"
-    most = SHARE_OF_DATA * voxels_of_data(draft) / prod(fit.config.data.patch)
+    whole = "the patch is the whole volume"
+    if max(shape_of(draft)) > LONGEST:
+        whole = f"a patch has {LONGEST:,} voxels an axis at most"
     if fit.config.batch >= BATCHES[draft.device]:
-        return f"the patch is the whole volume, and {fit.config.batch} of them are enough for a step"
-    if fit.config.batch + 1 > most:
-        return f"the patch is the whole volume, and one more would be over {SHARE_OF_DATA:.0%} of all data"
+        return f"{whole}, and {fit.config.batch} of them are enough for a step"
     if fit.config.accumulate > 1:
-        return "the patch is the whole volume, and two at once do not fit"
-    return "the patch is the whole volume, and one more does not fit, or takes too much of the time"
+        return f"{whole}, and two at once do not fit"
+    return f"{whole}, and {_limit_of_batch(draft, choice)}"

@@ -10,7 +10,8 @@ from unet3d.planning.architecture import Levels, levels_of
 MOST_LEVELS = 7  # deeper maps of large patches would halve again and again what all of it is seen by already
 NEARLY = 1.05  # an axis is rounded up to a multiple of the strides where that adds at most 5 %
 MOST_CUT = 0.75  # else down, where at least this share of it is left
-LEAST_VOXELS = 16**3  # of a patch
+LEAST_VOXELS = 16**3  # of a patch that is smaller than its volume
+LONGEST = 2048  # voxels of an axis, as data.patch has it
 
 
 class SizedPatch(NamedTuple):
@@ -47,12 +48,16 @@ class SizedSeries:
 def sized_patches(spacing: Sequence[float], shape: Sequence[float], levels: int | None = None) -> list[SizedPatch]:
     """Return patches from about a median volume (voxels) down, each shorter in the axis that is relatively longest.
 
-    The first is at most the volume where the strides allow it. `levels`: the depth that all have; None: by their sizes.
+    The first is at most the volume where the strides allow it; a volume of fewer than 16^3 voxels has one patch, which
+    holds all of it. `levels`: the depth that all have; None: by their sizes.
     """
+    shape = [min(length, LONGEST) for length in shape]
     strides = _levels(spacing, shape, levels)
+    if prod(shape) < LEAST_VOXELS:
+        return [SizedPatch(strides.padded(shape), strides)]
     lengths = [_useful(length, unit) for length, unit in zip(shape, strides.units, strict=True)]
     sizes: list[SizedPatch] = []
-    while prod(lengths) >= LEAST_VOXELS:
+    while not sizes or prod(lengths) >= LEAST_VOXELS:
         strides = _levels(spacing, lengths, levels)
         patch = strides.padded(lengths)
         if not sizes or prod(patch) < sizes[-1].voxels:
