@@ -150,7 +150,7 @@ def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_pa
     assert first == {
         **{"run": "0", "amp": "false", "ckpt": "2", "status": "done", "parameters": "1234", "measured_kind": "ledger"},
         **{"peak_predicted_bytes": str(3 * MIB), "peak_measured_bytes": str(3 * MIB - 7), "error_bytes": "7"},
-        **{"steps_done": "3", "step_median_s": "1.0", "dice_mean": "0.5", "labelled_share": ""},
+        **{"steps_done": "3", "step_median_s": "1.0", "dice_mean": "0.5", "dice_grid": "", "labelled_share": ""},
     }
     assert second["status"] == "predicted" and second["peak_predicted_bytes"] == str(3 * MIB)
     assert {second[key] for key in ("peak_measured_bytes", "error_bytes", "step_median_s", "dice_mean")} == {""}
@@ -162,6 +162,41 @@ def test_the_table_has_mib_and_no_columns_without_numbers(make: Make) -> None:
     table = compare.comparison_table(read_runs([make("0", "ckpt=2", predicts=True), make("1", predicts=True)]))
     assert ["(MiB)" in column for column in table.columns] == [False, False, False, True, False]
     assert table.rows[0] == ["0", "2", "predicted", "3.0", "1,234"]
+
+
+def test_the_printed_table_leaves_out_what_does_not_tell_the_runs_apart(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Options of no method, statuses that are all done, errors that are all 0: compare.csv has them all."""
+    folders = [make("0", "ckpt=2", "eval_every=5", dice=0.5), make("1", "budget=8GiB", "wandb.mode=disabled")]
+    for folder in folders:
+        memory = json.loads((folder / "memory.json").read_text())
+        memory["measured"]["peak_bytes"] += 7
+        (folder / "memory.json").write_text(json.dumps(memory | {"error_bytes": 0}))
+    rows = read_runs(folders)
+    compare.print_comparison(rows)
+    out = capsys.readouterr().out
+    heads = " ".join(out.split("─")[0].split())
+    assert heads == "Comparison of 2 runs run ckpt peak, measured (MiB) step (s) Dice, last validation"
+    assert "predicted minus measured: 0 bytes in each" in out
+    compare.write_comparison(rows, tmp_path / "out")
+    assert {"eval_every", "budget", "wandb.mode", "status", "error_bytes", "parameters"} <= rows_of(tmp_path / "out")[
+        0
+    ].keys()
+    alike = read_runs([make("2", "eval_every=5"), make("3", "eval_every=10")])
+    assert compare.comparison_table(alike).columns[:2] == ["run", "eval_every"], "nothing else tells them apart"
+
+
+def test_scores_on_two_grids_are_not_comparable_and_neither_is_called_the_others(make: Make) -> None:
+    folders = [make(name, "data.spacing=[1,1,1]", dice=0.5) for name in ("0", "1")]
+    (folders[0] / "scores.csv").write_text("case,dice/a,hd95_mm/a,network_dice/a\nx,0.25,3.5,0.5\ny,0.75,,0.5\n")
+    rows = read_runs(folders)
+    assert [row.numbers["dice_grid"] for row in rows] == ["files", "network"]
+    assert any("files (run 0), network (run 1)" in line for line in compare.not_comparable(rows))
+    assert "Dice" in compare.comparison_table(rows).columns
+    assert "Dice (files' grids)" in compare.comparison_table(rows[:1]).columns
+    assert "Dice, last validation" in compare.comparison_table(rows[1:]).columns
+    assert (rows[0].numbers["hd95_mm/a"], rows[0].numbers["hd95_mm_cases/a"]) == (3.5, 1)
 
 
 def test_a_run_that_wrote_nothing_but_how_it_ended_is_a_row(
@@ -358,7 +393,21 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
     comparison_plot(points, "", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 5.0), (2, 3.0)]]
     assert joined(saved[0], 1) == [[(1, 0.2), (3, 0.9)]]
-    assert re.search(r"\(MiB\).*measured, ledger", saved[0].axes[0].get_xlabel())
+    assert saved[0].axes[0].get_xlabel().endswith("(MiB)") and "measured, ledger" in saved[0].get_suptitle()
+
+
+@pytest.mark.parametrize("grids", [("files", "files"), (None, None), ("files", "network")])
+def test_the_axis_of_dice_names_its_grid_and_is_not_zoomed_to_noise(
+    saved: list[Figure], tmp_path: Path, grids: tuple[str | None, str | None]
+) -> None:
+    kind = "measured, exact count of tensor bytes"
+    points = [PlottedRun(f"{i}", kind, i * MIB, 1.0, 0.038 + i / 1e4, dice_grid=grids[i]) for i in range(2)]
+    comparison_plot(points, "", tmp_path / "x.png")
+    axes = saved[0].axes[1]
+    low, high = axes.get_ylim()
+    assert 0 <= low < 0.038 < high and high - low > 0.0499 and kind in saved[0].get_suptitle()
+    wanted = {("files", "files"): "Dice (files' grids)", (None, None): "Dice, last validation"}.get(grids, "Dice")
+    assert axes.get_ylabel() == wanted
 
 
 def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) -> None:
@@ -384,7 +433,7 @@ def test_runs_that_only_predict_are_bars(make: Make, saved: list[Figure], tmp_pa
     rows = read_runs([make("0", "ckpt=2", predicts=True, peak=MIB), make("1", predicts=True, peak=2 * MIB)])
     compare.write_comparison(rows, tmp_path / "out")
     assert [bar.get_width() for bar in saved[0].axes[0].patches] == [1, 2]
-    assert re.search(r"\(MiB\).*predicted", saved[0].axes[0].get_xlabel())
+    assert saved[0].axes[0].get_xlabel().endswith("(MiB)") and saved[0].get_suptitle() == "Peak: predicted"
     assert [text.get_text() for text in saved[0].axes[0].get_yticklabels()] == ["0: ckpt=2", "1: ckpt=0"]
 
 
@@ -392,7 +441,7 @@ def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: li
     rows = read_runs([make("0", "ckpt=2"), make("1"), make("2", "ckpt=3", predicts=True)])
     compare.write_comparison(rows, tmp_path / "out")
     assert [text.get_text() for text in saved[0].axes[-1].get_legend().texts][:2] == ["0: ckpt=2", "1: ckpt=0"]
-    assert saved[0].get_suptitle() == ""
+    assert saved[0].get_suptitle() == "Peak: measured, ledger"
     page = (tmp_path / "out" / "compare.html").read_text()
     assert all(line in page for line in mismatches(rows)) and len(mismatches(rows)) == 1
 
@@ -401,7 +450,7 @@ def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: li
 
 
 def test_the_page_escapes_what_it_shows_and_needs_no_network(make: Make, tmp_path: Path) -> None:
-    folders = [make("0", f'wandb.project="{NASTY}"'), make("1", status=f"error: {NASTY}\nexit code 2\n")]
+    folders = [make("0", f'wandb.notes="{NASTY}"'), make("1", status=f"error: {NASTY}\nexit code 2\n")]
     page = compare.write_comparison(read_runs(folders), tmp_path / "out").read_text()
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;[bold]" in page
     assert "<script" not in page and "http" not in page
@@ -443,4 +492,4 @@ def test_the_printed_table_fits_80_columns_and_breaks_no_number(
     table = [line for line in capsys.readouterr().out.splitlines() if not line.endswith(tuple(reasons))]
     assert max(map(len, table)) <= 80 and "a_run_with_a_name_" in "".join(table)
     cells = " ".join(table).split()
-    assert {"[32,32,32]", "0.01", "0.500", "1,234", "done"} <= {*cells}
+    assert {"[32,32,32]", "0.01", "0.500", "7"} <= {*cells}

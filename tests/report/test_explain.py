@@ -154,6 +154,55 @@ def test_what_cannot_be_is_one_line(words: dict[str, Any], line: str) -> None:
         unet3d.memory.predict(**({"model": Own(), "example": SHAPE} | words))
 
 
+class Detached(nn.Conv3d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+NO_STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "no network": (lambda: "net", {}, "^model: give a network"),
+    "frozen": (lambda: nn.Conv3d(1, 3, 1).requires_grad_(False), {}, "^Conv3d: has no weights to train: requires_grad"),
+    "detached": (lambda: Detached(1, 3, 1), {}, "^Detached: the loss has no gradient: forward detaches"),
+    "lazy": (lambda: nn.LazyConv3d(3, 1), {}, "^LazyConv3d: its lazy layers have no weights yet"),
+    "traced": (lambda: torch.jit.trace(nn.Conv3d(1, 3, 1), torch.zeros(SHAPE)), {}, r"compiled by torch\.jit"),
+    "closure": (Own, {"optimizer": torch.optim.LBFGS}, r"^optimizer: LBFGS .*step\(closure\)"),
+    "channels": (
+        Own,
+        {"example": (1, 2, 16, 16, 16)},
+        "^Own cannot take an image of 1x2x16x16x16, float32.* 1 channels",
+    ),
+    "type": (Own, {"example": torch.zeros(SHAPE).double()}, "^Own cannot take an image of .*, float64.*double"),
+}
+
+
+@pytest.mark.parametrize("act", [unet3d.memory.explain, unet3d.memory.predict])
+@pytest.mark.parametrize(("make", "words", "line"), NO_STEPS.values(), ids=[*NO_STEPS])
+@pytest.mark.filterwarnings("ignore")  # of what is deprecated, as torch.jit
+def test_a_step_that_cannot_be_is_one_line(
+    make: Callable[[], Any],
+    words: dict[str, Any],
+    line: str,
+    act: Callable[..., Explanation],
+    capfd: pytest.CaptureFixture,
+) -> None:
+    with pytest.raises(UserError, match=line) as caught:
+        act(**{"model": make(), "example": SHAPE} | words)
+    assert "\n" not in str(caught.value)
+    assert not capfd.readouterr().err, "torch's own remarks on what fails"
+
+
+def test_a_compiled_network_is_not_predicted() -> None:
+    with pytest.raises(UserError, match=r"torch\.compile"):
+        unet3d.memory.predict(torch.compile(Own(), backend="eager"), SHAPE)  # type: ignore[arg-type]
+
+
+def test_sizes_of_numpy_and_counted_averages_are_predicted_as_measured() -> None:
+    model = nn.Sequential(nn.Conv3d(1, 3, 3), nn.BatchNorm3d(3, momentum=None), nn.Conv3d(3, 3, 3, padding=2))
+    shape = tuple(np.array(SHAPE))
+    predicted = unet3d.memory.predict(model, shape)
+    assert predicted.peak_bytes == unet3d.memory.explain(model, shape).peak_bytes and not predicted.guesses
+
+
 def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
     """A batch in host memory takes nothing of a GPU, and each part lives until it is read."""
     host, gpu = (unet3d.memory.predict(Own(), SHAPE, device=device) for device in ("cpu", "cuda"))

@@ -143,6 +143,13 @@ def test_runs_that_are_no_cross_validation_are_refused(tmp_path: Path, words: tu
         fold_tables.read_methods([tmp_path])
 
 
+def test_two_sweeps_of_one_method_are_refused_also_beside_another(tmp_path: Path) -> None:
+    sweeps = [sweep(tmp_path / "x", FIRST, "seed=1"), sweep(tmp_path / "y", SECOND, "seed=1")]
+    sweeps.append(sweep(tmp_path / "z", SECOND, "seed=2"))
+    with pytest.raises(UserError, match=rf"^{tmp_path / 'x' / '0'} and {tmp_path / 'y' / '0'} are the same method\b"):
+        fold_tables.read_methods(sweeps)
+
+
 NASTY: list[Any] = ["a|b_c", r"\input{x}", "50% & $x^2$ #~", "<b>"]
 
 

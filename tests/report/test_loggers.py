@@ -7,6 +7,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -349,19 +350,48 @@ def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_an_artifact_and_a_resumed_folder_continues_its_wandb_run(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_an_artifact(tmp_path: Path) -> None:
     picture = "pathlib.Path('picture.png')"
     code = SESSION.replace("loggers.close(3)", f"loggers.checkpoint({picture})\nloggers.close(3)")
-    folder, warnings = session(tmp_path, code=f"{code}\nconfig.resume = 'run'\nopen_loggers(config, folder).close(0)\n")
+    folder, warnings = session(tmp_path, code=code)
     assert warnings == []
-    found, *resumed = (read_file(path) for path in sorted(folder.glob("wandb/*run-*/*.wandb"), key=os.path.getctime))
-    assert [one.run.run_id for one in resumed] == [found.run.run_id] * len(resumed)
+    found = read_run(folder)
     (artifact,) = found.artifacts
     assert (artifact.type, artifact.name) == ("model", f"run-{found.run.run_id}-best")
     (entry,) = artifact.manifest.contents
     assert entry.path == "picture.png" and Path(entry.local_path).is_relative_to(folder.resolve())
     assert Path(entry.local_path).read_bytes() == Path(folder, "..", "picture.png").read_bytes()
     assert not [p for p in (tmp_path / "marie.curie").rglob("*") if p.is_file() and "artifacts" in p.parts], "copies"
+
+
+RESUMED = """
+import pathlib
+from unet3d.config.schema import Config
+from unet3d.report.loggers import open_loggers
+
+loggers = open_loggers(Config(resume="run"), pathlib.Path("run"))
+loggers.scalars({"train/loss": float("nan")}, 30)
+loggers.close(0)
+"""
+
+
+def test_a_resumed_part_that_is_offline_is_complete_and_replaces_nothing(private: Path, tmp_path: Path) -> None:
+    """What is uploaded under an id replaces what is there. The file of a killed run may hold nothing."""
+    folder = tmp_path / "run"
+    shutil.copytree(private, folder)
+    (first,) = folder.glob("wandb/*/*.wandb")
+    earlier = read_run(folder)
+    first.write_bytes(first.read_bytes()[:7])
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    assert python(tmp_path / "resumed.py", HOME=str(tmp_path)) == []
+    (second,) = {*folder.glob("wandb/*/*.wandb")} - {first}
+    found = read_file(second)
+    assert found.run.run_id != earlier.run.run_id
+    named = [(one.run.project, one.run.display_name, one.run.run_group) for one in (earlier, found)]
+    assert named[0] == named[1]
+    rows = [(row["trainer/step"], row["train/loss"]) for row in found.history]
+    assert rows[:-1] == [(10, 1.5), (20, 0.5), (20, 0.7)] and rows[-1][0] == 30 and math.isnan(float(rows[-1][1]))
+    assert found.history[0]["val/dice/left"] is None
 
 
 def everything(folder: Path) -> bytes:
@@ -412,7 +442,7 @@ def test_every_private_setting_is_known_to_this_wandb() -> None:
 def starts(monkeypatch: Patch) -> list[dict[str, Any]]:
     """What wandb is asked to start from now on, in place of wandb: an older one, which knows few settings."""
     asked: list[dict[str, Any]] = []
-    run = SimpleNamespace(define_metric=lambda name, step_metric=None, summary=None: None)
+    run = SimpleNamespace(id="new", define_metric=lambda name, step_metric=None, summary=None: None)
     settings = type("Settings", (SimpleNamespace,), {"model_fields": {"console": None}})
     init = lambda **options: asked.append(options) or run  # noqa: E731
     wandb = SimpleNamespace(Settings=settings, Error=OSError, setup=lambda settings: None, init=init)
@@ -439,16 +469,22 @@ def test_only_a_private_run_keeps_wandb_from_reporting_errors(tmp_path: Path, st
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
 
 
-def test_only_a_resumed_run_continues_the_latest_wandb_run_of_its_folder(
-    tmp_path: Path, starts: list[dict[str, Any]]
+def test_only_a_resumed_run_that_was_and_is_online_continues_its_wandb_run(
+    tmp_path: Path, starts: list[dict[str, Any]], monkeypatch: Patch
 ) -> None:
-    resumed = Config(resume=str(tmp_path))
-    wandb_logger.WandbLogger(resumed, tmp_path)
-    for name in ("run-20250102_101010-old", "offline-run-20260102_101010-new", "run-20240102_101010-older"):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+    def started(mode: str, resume: str | None) -> tuple[str | None, str | None]:
+        wandb_logger.WandbLogger(Config(resume=resume, wandb=Wandb(mode=mode)), tmp_path)
+        return starts[-1]["id"], starts[-1]["resume"]
+
+    assert started("online", "run") == (None, None)
+    for name in ("run-20250102_101010-old", "run-20260102_101010-new", "offline-run-20240102_101010-older"):
         (tmp_path / "wandb" / name).mkdir(parents=True)
-    wandb_logger.WandbLogger(resumed, tmp_path)
-    wandb_logger.WandbLogger(Config(), tmp_path)
-    assert [(options["id"], options["resume"]) for options in starts] == [(None, None), ("new", "allow"), (None, None)]
+    assert started("online", "run") == ("new", "allow")
+    assert started("online", None) == started("offline", "run") == (None, None)
+    (tmp_path / "wandb" / "offline-run-20270102_101010-last").mkdir()
+    assert started("online", "run") == (None, None)
 
 
 def test_without_a_key_an_online_run_goes_on_offline_with_one_line(public: tuple[Path, list[str]]) -> None:
@@ -458,18 +494,19 @@ def test_without_a_key_an_online_run_goes_on_offline_with_one_line(public: tuple
 
 
 @pytest.mark.slow
-def test_without_network_an_online_run_goes_on_offline_with_one_line_and_the_same_id(tmp_path: Path) -> None:
+def test_without_network_an_online_run_goes_on_offline_with_one_line_and_an_id_of_its_own(tmp_path: Path) -> None:
     code = (
         "import os, unet3d.report.wandb_logger; unet3d.report.wandb_logger.QUIET['init_timeout'] = 1\n"
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
-        "pathlib.Path('run/wandb/offline-run-20200101_101010-abcd1234').mkdir(parents=True)\n"
+        "pathlib.Path('run/wandb/run-20200101_101010-abcd1234').mkdir(parents=True)\n"
     )
     folder, warnings = session(
         tmp_path, code=SESSION.replace("config = Config()", f"{code}config = Config(resume='run')")
     )
     (warning,) = warnings
     assert "CommError" in warning and "wandb sync" in warning
-    assert len(list(folder.glob("wandb/offline-run-*/run-abcd1234.wandb"))) == 1
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    assert path.name != "run-abcd1234.wandb"
     assert len(lines(folder / "metrics.jsonl")) == 3
 
 
@@ -580,10 +617,10 @@ def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO,
     lines_of.close(0)
     shown = plain.getvalue().splitlines()
     assert [re.findall(r"\d[\d./:]*", line) for line in shown] == [
-        ["6", "22/40", "0.5000", "2.50", "0:00:45"],
-        ["12", "24/40", "0.5000", "2.50", "0:00:40"],
-        ["12", "24/40", "0.5000"],
-        ["14", "26/40", "0.5000", "1.00", "0:00:42"],
+        ["0:00:06", "22/40", "0.5000", "2.50", "0:00:45"],
+        ["0:00:12", "24/40", "0.5000", "2.50", "0:00:40"],
+        ["0:00:12", "24/40", "0.5000"],
+        ["0:00:14", "26/40", "0.5000", "1.00", "0:00:42"],
     ]
     assert shown[0].endswith("0:00:45 left") and "dice_mean" in shown[2]
     bar = TerminalLogger(40, Terminal(file=terminal, width=120))

@@ -117,6 +117,16 @@ def test_the_best_validation_is_marked_and_so_are_rate_norm_and_time(draw: Drawn
     assert rate.lines[0].get_xydata().tolist() == [[1, 0.1], [2, 0.1]] and rate.get_ylim()[0] == 0
 
 
+def test_slow_first_steps_do_not_flatten_the_others(draw: Drawn) -> None:
+    """A run of 40 steps that was resumed after 20: the first three of each part are observed."""
+    seconds = [7.0 if step % 20 < 3 else 0.2 for step in range(40)]
+    records = [one | {"time/step_s": seconds[at]} for at, one in enumerate(training(*range(1, 41)))]
+    axes = draw(plots.training_curves, records).axes[-1]
+    assert axes.get_ylim()[1] == pytest.approx(0.22) and axes.get_title() == "Seconds per step (some up to 7)"
+    steady = [one | {"time/step_s": 0.2 + 0.2 * (at % 2)} for at, one in enumerate(training(*range(1, 41)))]
+    assert draw(plots.training_curves, steady).axes[-1].get_ylim()[1] > 0.4
+
+
 def test_runs_are_overlaid_by_step_and_long_ones_in_a_thousand_points(draw: Drawn) -> None:
     long = [{"step": step, "train/loss": step / 9} for step in range(1, 5001)]
     found = plots.curve(long, "train/loss")

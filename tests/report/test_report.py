@@ -18,7 +18,6 @@ from guards import unchanged, without, yes
 from PIL import Image
 from training import face, yaml_of
 
-from unet3d.base import shell
 from unet3d.base.errors import UserError
 from unet3d.report import compared_runs, environment, memory_plots, plots, report, run_folder, score_plots
 from unet3d.report.facts import what_ran
@@ -706,11 +705,13 @@ def test_each_case_is_shown_and_where_there_are_many_they_are_folded(folder: Pat
 
 
 def test_the_report_says_how_the_run_was_made(folder: Path) -> None:
-    (folder / "overrides.yaml").write_text('["data.root=my data", "amp=true"]')
+    (folder / "overrides.yaml").write_text('["data.root=my data", "amp=true", "resume=auto", "steps=9"]')
     (folder / "split.json").write_text(json.dumps({"training": ["a", "b"], "validation": ["<c>"], "x": 7}))
     text = written(folder).text
-    command = next(line for line in text if line.endswith(" 'data.root=my data' amp=true"))
-    assert command == shell.training(["data.root=my data", "amp=true"])
+    command = next(line for line in text if "data.root=my data" in line)
+    began, resumed = command.splitlines()
+    assert began == f"python -m unet3d train 'data.root=my data' amp=true hydra.run.dir={folder.name}"
+    assert resumed == f"python -m unet3d train resume={folder.name} steps=9"
     for names, parts in (("a, b", ("2", "training")), ("<c>", ("1", "validation"))):
         title = text[text.index(names) - 1]
         assert all(part in title.split() for part in parts)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from unet3d.base.types import Table
 from unet3d.report.shapes import as_number
-from unet3d.training.metrics import mean_of
+from unet3d.training.metrics import NOTE_KEY, mean_of
 
 METRICS = {  # heading, digits
     "dice": ("Dice", 3),
@@ -24,6 +24,12 @@ class CaseDice(NamedTuple):
     name: str
     mean: float | None
     classes: Mapping[str, float]
+    note: str = ""  # why a Dice is 0
+
+    @property
+    def title(self) -> str:
+        """Its name, and the note in brackets, if there is one."""
+        return f"{self.name} ({self.note})" if self.note else self.name
 
 
 def ranked(rows: Iterable[CaseRow]) -> list[CaseDice]:
@@ -35,7 +41,7 @@ def ranked(rows: Iterable[CaseRow]) -> list[CaseDice]:
             value = as_number(cell)
             if str(key).startswith("dice/") and value is not None:
                 dice[str(key).removeprefix("dice/")] = value
-        cases.append(CaseDice(row.get("case", ""), mean_of(dice.values()), dice))
+        cases.append(CaseDice(row.get("case", ""), mean_of(dice.values()), dice, row.get(NOTE_KEY) or ""))
     return sorted(cases, key=lambda case: (case.mean is None, case.mean, case.name))
 
 
@@ -81,7 +87,7 @@ def case_table(rows: Sequence[CaseRow]) -> Table:
     for case in ranked(rows)[: MOST_CELLS // max(1, len(keys))]:
         row = by_name[case.name]
         scores = [shown(_metric(key), as_number(row.get(key))) for key in keys]
-        cells.append([case.name, shown("dice", case.mean), *scores])
+        cells.append([case.title, shown("dice", case.mean), *scores])
     return Table(["case", "Dice, mean of classes", *heads], cells)
 
 

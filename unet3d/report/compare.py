@@ -11,10 +11,9 @@ from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib
 from unet3d.config.schema import Config
-from unet3d.report import folds
+from unet3d.report import differences, folds
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending, find_runs, read_runs
-from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, published_plot
-from unet3d.report.differences import differing, label, mismatches, setting_columns, short, sides, unlike
+from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title, published_plot
 from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.page import read_picture, render
 from unet3d.report.plots import plain, remove_picture
@@ -45,13 +44,14 @@ COLUMNS = {
     "plan_step": Column("step, planned (s)", "{:.3g}".format),
     "plan_step_error": Column("error of the plan", "{:+.1%}".format),
     "labelled_share": Column("labelled voxels", "{:.1%}".format),
-    "dice_mean": Column("Dice, last validation", "{:.3f}".format),
+    "dice_mean": Column("Dice", "{:.3f}".format),  # `dice_title` says on which grid
     "parameters": Column("parameters", "{:,}".format),
 }
 ABOUT = (
     "Peak: the most bytes held at once in a step, in MiB (2^20 bytes). Error: predicted minus measured, of tensors, on "
-    "a GPU without workspaces and the allocator's rounding. Step: the median time of one. Dice: the mean of classes at "
-    "the last validation, of the last weights or their average; best.pt may hold those of an earlier step."
+    "a GPU without workspaces and the allocator's rounding. Step: the median time of one. Dice: the mean of classes, "
+    "of the last weights or their average: on the files' own grids where the network's is another one, else of the "
+    "last validation. best.pt may hold the weights of an earlier step."
 )
 
 
@@ -91,16 +91,47 @@ def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     return list(runs) if published_experiment(runs) else folds.methods(runs)
 
 
-def comparison_table(rows: Sequence[ComparedRun]) -> Table:
-    """Return the settings that differ and the results, in units for people; "" if a run has no such number."""
-    keys = setting_columns(rows)
-    fields = [field for field in COLUMNS if any(row.numbers.get(field) is not None for row in rows)]
+def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None = None) -> Table:
+    """Return the settings that differ and the results, in units for people; "" if a run has no such number.
+
+    `fields` are the numbers to show; None: all that any run has.
+    """
+    keys = differences.method_columns(rows)
+    if fields is None:
+        fields = _known(rows)
     cells = []
     for row in rows:
         settings = [row.settings.get(key, "") for key in keys]
         cells.append([row.name, *settings, *(_number(row, field) for field in fields)])
-    headings = [COLUMNS[field].heading for field in fields]
-    return Table(["run", *short(keys), *headings], cells)
+    headings = [_heading(rows, field) for field in fields]
+    return Table(["run", *differences.short(keys), *headings], cells)
+
+
+def _known(rows: Sequence[ComparedRun]) -> list[str]:
+    """Return the numbers that any run has."""
+    return [field for field in COLUMNS if any(row.numbers.get(field) is not None for row in rows)]
+
+
+def _telling(rows: Sequence[ComparedRun]) -> list[str]:
+    """Return the numbers for a terminal: without plans, and without what is the same for all runs."""
+
+    def values(field: str) -> set[Any]:
+        return {row.numbers.get(field) for row in rows}
+
+    left_out = {field for field in COLUMNS if field.startswith("plan_")}
+    if values("status") == {"done"}:
+        left_out.add("status")
+    if values("error_bytes") == {0}:
+        left_out |= {"error_bytes", "peak_predicted_bytes"}
+    if len(rows) > 1 and len(values("parameters")) == 1:
+        left_out.add("parameters")
+    return [field for field in _known(rows) if field not in left_out]
+
+
+def _heading(rows: Sequence[ComparedRun], field: str) -> str:
+    if field == "dice_mean":
+        return dice_title(row.numbers.get("dice_grid") for row in rows)
+    return COLUMNS[field].heading
 
 
 def _number(row: ComparedRun, field: str) -> str:
@@ -112,7 +143,7 @@ def _number(row: ComparedRun, field: str) -> str:
 
 def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any]]]:
     """Return the comparison for programs: headings with their units, and plain values; None for a missing number."""
-    keys = setting_columns(rows)
+    keys = differences.setting_columns(rows)
     names = list(dict.fromkeys(name for row in rows for name in row.numbers))  # of a cross-validation more
     cells = []
     for row in rows:
@@ -125,15 +156,16 @@ def folds_table(rows: Sequence[ComparedRun]) -> Table | None:
     """Return the scores of the methods that were cross-validated; None without any, as where runs only predict."""
     if not any(row.folds and row.scores for row in rows):
         return None
-    keys = setting_columns(rows)
-    return folds.table(rows, keys, short(keys))
+    keys = differences.method_columns(rows)
+    return folds.table(rows, keys, differences.short(keys))
 
 
 def print_comparison(runs: Sequence[ComparedRun]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
     console = paper(NARROW)
     rows = methods(runs)
-    console.print(narrow_tables(_title(runs), comparison_table(rows), console.width))
+    fields = _telling(rows)
+    console.print(narrow_tables(_title(runs), comparison_table(rows, fields), console.width))
     by_folds = folds_table(rows)
     if by_folds is not None:
         console.print(narrow_tables(folds.TITLE, by_folds, console.width))
@@ -141,6 +173,8 @@ def print_comparison(runs: Sequence[ComparedRun]) -> None:
     if published is not None:
         console.print(narrow_tables(published.title, published.table(runs), console.width))
     lines = [*_failures(runs), *(f"not comparable: {line}" for line in not_comparable(runs))]
+    if "error_bytes" in _known(rows) and "error_bytes" not in fields:
+        lines.insert(0, "predicted minus measured: 0 bytes in each")
     for line in lines:
         console.print(escaped(line), soft_wrap=True)
 
@@ -170,12 +204,12 @@ def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
     """Return one line per reason not to compare the runs."""
     published = published_experiment(runs)
     if published is not None:
-        return [*mismatches(runs, (published.by, published.across)), *published.unlike(runs)]
+        return [*differences.mismatches(runs, (published.by, published.across)), *published.unlike(runs)]
     rows = methods(runs)  # one has several folds, all the same as another's
     held_out = {row.name: row.settings.get(FOLD) for row in rows}
     scored = {row.name: row.scored for row in rows}
-    of_folds = unlike({FOLD: held_out}) or unlike({"folds scored": scored})
-    return [*of_folds, *mismatches(runs, [FOLD])]
+    of_folds = differences.unlike({FOLD: held_out}) or differences.unlike({"folds scored": scored})
+    return [*of_folds, *differences.mismatches(runs, [FOLD])]
 
 
 def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
@@ -199,7 +233,7 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
 def _write_folds(runs: Sequence[ComparedRun], folder: Path) -> None:
     """Write one row per run of cross-validations, whose rows in compare.csv are of several, and draw their scores."""
     rows = methods(runs)
-    keys = setting_columns(rows)
+    keys = differences.method_columns(rows)
     (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison
     remove_picture(folder / "folds.png")
     if any(row.folds for row in rows):
@@ -207,7 +241,7 @@ def _write_folds(runs: Sequence[ComparedRun], folder: Path) -> None:
     scored = []
     for row in rows:
         if row.folds and row.numbers["dice_mean"] is not None:
-            scored.append((label(row, keys), folds.scores(row, "dice")))
+            scored.append((differences.label(row, keys), folds.scores(row, "dice")))
     if scored:
         folds_plot(scored, folder / "folds.png")
 
@@ -220,7 +254,7 @@ def _draw_peaks(runs: Sequence[ComparedRun], path: Path) -> None:
         runs_with_peak = [run for run in runs if run.basis is not None]
     if not runs_with_peak:
         return
-    keys = setting_columns(methods(runs))
+    keys = differences.method_columns(methods(runs))
     plotted = [_plotted(row, keys) for row in methods(runs_with_peak)]
     names = [line.partition(":")[0] for line in not_comparable(runs_with_peak)]
     remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
@@ -232,20 +266,21 @@ def _plotted(row: ComparedRun, keys: Sequence[str]) -> PlottedRun:
     numbers = row.numbers if row.basis == "measured" else {}
     kind = [part for part in (row.basis, row.numbers["measured_kind"]) if part]
     return PlottedRun(
-        label=label(row, keys),
+        label=differences.label(row, keys),
         kind=plain(", ".join(kind)),
         peak_bytes=row.numbers[f"peak_{row.basis}_bytes"],
         step_s=numbers.get("step_median_s"),
         dice=numbers.get("dice_mean"),
         dice_sd=numbers.get("dice_sd"),
+        dice_grid=numbers.get("dice_grid"),
     )
 
 
 def _draw_curves(rows: Sequence[ComparedRun], path: Path) -> None:
     """Draw loss and Dice by step of the runs that have any, one over the other."""
     remove_picture(path)
-    keys = setting_columns(rows)
-    curves = {label(row, keys): row.curves for row in rows if row.curves}
+    keys = differences.method_columns(rows)
+    curves = {differences.label(row, keys): row.curves for row in rows if row.curves}
     if curves:
         curves_plot(curves, path)
 
@@ -279,16 +314,16 @@ def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
 
 def _labelled_table(rows: Sequence[ComparedRun]) -> Table:
     """Return the comparison with all settings in the first cell, which is wrapped: else numbers are cut off."""
-    keys = setting_columns(rows)
+    keys = differences.method_columns(rows)
     table = comparison_table(rows)
     first = 1 + len(keys)
-    cells = [[label(row, keys), *line[first:]] for row, line in zip(rows, table.rows, strict=True)]
+    cells = [[differences.label(row, keys), *line[first:]] for row, line in zip(rows, table.rows, strict=True)]
     return Table(["run", *table.columns[first:]], cells)
 
 
 def _differences(rows: Sequence[ComparedRun]) -> Table:
     """Return one row per option that differs, with the runs of each value."""
     cells = []
-    for key in differing(rows):
-        cells.append([key, sides({row.name: row.settings.get(key) for row in rows})])
+    for key in differences.differing(rows):
+        cells.append([key, differences.sides({row.name: row.settings.get(key) for row in rows})])
     return Table(["option", "values"], cells)

@@ -165,9 +165,29 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
         "steps_done": run.last_step,
         "step_median_s": median(steps) if steps else None,
         "dice_mean": run.dice_mean,
+        "dice_grid": _dice_grid(run),
+        **_distances(run),
         "labelled_share": labelled[0] if labelled else None,
         **compared_numbers(run.memory, run.records),
     }
+
+
+def _dice_grid(run: RunRecord) -> str | None:
+    """Return "files" or "network", the grid of the mean Dice; None without a Dice, or where both are one grid."""
+    if run.dice_mean is None or not (run.has_own_grids or run.spacing):
+        return None
+    return "files" if run.has_own_grids else "network"
+
+
+def _distances(run: RunRecord) -> dict[str, Any]:
+    """Return the mean HD95 of each class, and of how many cases: one that misses a class has none."""
+    numbers: dict[str, Any] = {}
+    for key in run.scores[0] if run.scores else ():
+        if str(key).startswith("hd95_mm/"):
+            known = [value for value in (as_number(row.get(key)) for row in run.scores) if value is not None]
+            numbers[key] = mean_of(known)
+            numbers[key.replace("hd95_mm", "hd95_mm_cases", 1)] = len(known)
+    return numbers
 
 
 def _status(text: str, only_predicts: bool) -> str:

@@ -1,6 +1,6 @@
 """Figures of several runs: their curves, their peaks against time and Dice, and a published table beside them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
@@ -49,6 +49,7 @@ class PlottedRun(NamedTuple):
     step_s: float | None
     dice: float | None
     dice_sd: float | None = None  # over the folds
+    dice_grid: str | None = None  # "files" or "network"
 
 
 class Panel(NamedTuple):
@@ -74,8 +75,9 @@ class PublishedRow(NamedTuple):
 
 PANELS = (
     Panel("seconds per step, median", "step_s", 1),
-    Panel("Dice, mean of the last validation", "dice", -1),
+    Panel("Dice", "dice", -1),
 )
+LEAST_DICE = 0.05  # that an axis shows: less is noise, and would look like a trade-off
 
 
 def curves_plot(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
@@ -134,13 +136,16 @@ def comparison_plot(runs: Sequence[PlottedRun], remark: str, path: Path) -> None
     if len(kinds) > 1:
         labels = [f"{label} ({run.kind})" for label, run in zip(labels, runs, strict=True)]
     figure = _scatter(runs, labels, panels) if panels else _bars(runs, labels)
-    kind = f", {kinds[0]}" if len(kinds) == 1 else ""
     for axes in figure.axes:
-        axes.set_xlabel(f"peak memory of a step (MiB){kind}")
+        axes.set_xlabel("peak memory of a step (MiB)")
         axes.locator_params("both" if panels else "x", nbins=5)
         open_frame(axes)
+    about = [f"Peak: {kinds[0]}"] if len(kinds) == 1 else []
     if remark:
-        lines = wrap(remark, int(figure.get_figwidth() / LETTER))
+        about.append(remark)
+    if about:
+        width = int(figure.get_figwidth() / LETTER)
+        lines = [line for text in about for line in wrap(text, width)]
         figure.suptitle(plain("\n".join(lines)), fontsize=9)
     save_picture(figure, path)
 
@@ -157,12 +162,32 @@ def _scatter(runs: Sequence[PlottedRun], labels: list[str], panels: Sequence[Pan
         _draw_runs(axes, panel, runs, labels)
         axes.set_ylabel(panel.title)
         axes.margins(0.12)
+        if panel.field == "dice":
+            axes.set_ylabel(dice_title([run.dice_grid for run in runs]))
+            _widen_dice(axes)
         grid_below(axes)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles[label] = handle
     order = [label for label in dict.fromkeys([*labels, PARETO]) if label in handles]
     grid[-1].legend([handles[label] for label in order], order, **BESIDE)
     return figure
+
+
+def dice_title(grids: Iterable[str | None]) -> str:
+    """Return the heading of Dice of runs that were scored on these grids."""
+    known = {*grids} - {None}
+    if "files" in known:
+        return "Dice (files' grids)" if known == {"files"} else "Dice"
+    return "Dice, last validation"
+
+
+def _widen_dice(axes: "Axes") -> None:
+    """Let the axis of Dice show a difference of LEAST_DICE at least, within 0 to 1."""
+    low, high = axes.get_ylim()
+    more = (LEAST_DICE - (high - low)) / 2
+    if more > 0:
+        low = min(max(low - more, 0), 1 - LEAST_DICE)
+        axes.set_ylim(low, low + LEAST_DICE)
 
 
 def _draw_front(axes: "Axes", panel: Panel, runs: Sequence[PlottedRun]) -> None:

@@ -16,6 +16,7 @@ SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or 
     "data.regions",
     "data.regions_class_order",
     "data.ignore",
+    "data.affine",
     "data.patch",
     "data.spacing",
     "data.val_fraction",
@@ -35,7 +36,44 @@ SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or 
     "steps",
     "seed",
 )
+IS_SPEED = "the same numbers, perhaps rounded otherwise, in other time or memory"
+IS_PLACE = "where files lie"
+IS_COURSE = "how the run went along, not what it learned"
+NO_METHOD = {  # options that are none of a methods paragraph's business, and why; `wandb` stands for all of its options
+    "model.inplace": IS_SPEED,
+    "data.cache": IS_SPEED,
+    "optim.fused": IS_SPEED,
+    "inference.batch": IS_SPEED,
+    "cuda.benchmark": IS_SPEED,
+    "compile": IS_SPEED,
+    "channels_last": IS_SPEED,
+    "workers": IS_SPEED,
+    "device": "env.json has the device that was found, which the paragraph names",
+    "data.root": IS_PLACE,
+    "data.images": IS_PLACE,
+    "data.labels": IS_PLACE,
+    "data.allow_outside": IS_PLACE,
+    "data.cache_root": IS_PLACE,
+    "data.fingerprint": "how a resumed run compares files",
+    "eval_every": "scores are those of the last weights",
+    "save_every": IS_COURSE,
+    "dry_run": IS_COURSE,
+    "budget": "what was chosen for it is in the config; the memory of the step is told",
+    "rank_timeout": IS_COURSE,
+    "plan": "its options are in the config",
+    "resume": IS_COURSE,
+    "tensorboard": IS_COURSE,
+    "loggers": IS_COURSE,
+    "sweep": IS_COURSE,
+    "requeue": IS_COURSE,
+    "wandb": IS_COURSE,
+}
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
+
+
+def not_told(key: str) -> str | None:
+    """Return why an option is none of a methods paragraph's business; None where it is."""
+    return NO_METHOD.get(key) or NO_METHOD.get(key.partition(".")[0])
 
 
 def differing(rows: Sequence[ComparedRun]) -> list[str]:
@@ -77,6 +115,17 @@ def _follows(key: str, group: str, rows: Sequence[ComparedRun]) -> bool:
     return len(pairs) == len(names)
 
 
+def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
+    """Return the settings that differ without those of no method, where the others tell as many runs apart."""
+    keys = setting_columns(rows)
+    kept = [key for key in keys if not_told(key) in (None, IS_SPEED)]
+
+    def kinds(of: Sequence[str]) -> int:
+        return len({tuple(row.settings.get(key) for key in of) for row in rows})
+
+    return kept if kinds(kept) == kinds(keys) else keys
+
+
 def short(keys: Sequence[str]) -> list[str]:
     """Return the last word of each key, data.patch -> patch; the whole key if another one ends in the same word."""
     last = [key.rpartition(".")[2] for key in keys]
@@ -102,6 +151,7 @@ def mismatches(rows: Sequence[ComparedRun], varied: Sequence[str] = ()) -> list[
         by_key[key] = {row.name: row.environment.get(key) for row in rows}
     if len({row.settings.get("steps") for row in rows}) == 1:
         by_key["steps done"] = {row.name: row.numbers["steps_done"] for row in rows}
+    by_key["grid of the Dice"] = {row.name: row.numbers.get("dice_grid") for row in rows}
     by_key["peak"] = {row.name: row.basis for row in rows}
     by_key["kind of measured peak"] = {row.name: row.numbers["measured_kind"] for row in rows}
     return unlike(by_key)

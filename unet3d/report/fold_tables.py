@@ -16,6 +16,7 @@ from unet3d.report.folds import MEAN, MEAN_OF_CLASSES, Score, scores_by_case, sp
 from unet3d.report.markup import as_latex, as_markdown
 from unet3d.report.paired import PairedTest
 from unet3d.report.shapes import as_number
+from unet3d.training.metrics import NOTE_KEY
 
 WORST = 5  # cases by name
 NOTE = (
@@ -35,6 +36,11 @@ class Method(NamedTuple):
 def read_methods(paths: Sequence[Path]) -> list[Method]:
     """Return the cross-validations among these runs and sweeps. Raises UserError without any."""
     runs = read_runs(find_runs(paths))
+    same = folds.repeats(runs)
+    if same:
+        where = " and ".join(str(run.folder) for run in same)
+        problem = f"are the same method and fold, data.fold={same[0].settings[FOLD]}"
+        raise UserError(f"{where} {problem}; leave one sweep out, or repeat it with another option, such as seed=1")
     rows = [row for row in folds.methods(runs) if row.folds and row.scores]
     if not rows:
         where = ", ".join(map(str, paths))
@@ -115,7 +121,7 @@ def worst_table(method: Method) -> Table:
     rows = []
     for case in ranked(method.row.scores)[:WORST]:
         of_classes = [shown("dice", case.classes.get(name)) for name in names]
-        rows.append([case.name, fold_of[case.name], shown("dice", case.mean), *of_classes])
+        rows.append([case.title, fold_of[case.name], shown("dice", case.mean), *of_classes])
     return Table(["case", "fold", MEAN_OF_CLASSES, *names], rows)
 
 
@@ -147,7 +153,7 @@ def cases_table(methods: Sequence[Method]) -> tuple[list[str], list[list[object]
         for run in method.row.folds:
             for case in run.scores:
                 row: list[object] = [method.name, run.settings[FOLD], case.get("case")]
-                row += [as_number(case.get(key)) for key in keys]
+                row += [case.get(key) if key == NOTE_KEY else as_number(case.get(key)) for key in keys]
                 rows.append(row)
     return ["method", "fold", "case", *keys], rows
 

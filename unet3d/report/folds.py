@@ -38,11 +38,8 @@ class Score(NamedTuple):
 
 def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Return one row per method, in order: runs that differ in their fold alone are one; others stay as they are."""
-    groups: dict[frozenset[tuple[str, str]], list[int]] = {}
-    for place, run in enumerate(runs):
-        groups.setdefault(_method(run, runs), []).append(place)
     rows: list[tuple[int, ComparedRun]] = []
-    for places in groups.values():
+    for places in _groups(runs):
         same = [runs[place] for place in places]
         if _are_folds(same):
             rows.append((places[0], _merged(same)))
@@ -50,6 +47,26 @@ def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
             rows += zip(places, same, strict=True)
     rows.sort(key=lambda pair: pair[0])
     return [row for _, row in rows]
+
+
+def repeats(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return the first runs of one method that hold out the same fold; [] without any."""
+    for places in _groups(runs):
+        by_fold: dict[str, list[ComparedRun]] = {}
+        for place in places:
+            by_fold.setdefault(runs[place].settings.get(FOLD, ""), []).append(runs[place])
+        for fold, same in by_fold.items():
+            if len(same) > 1 and fold.isdecimal():
+                return same
+    return []
+
+
+def _groups(runs: Sequence[ComparedRun]) -> list[list[int]]:
+    """Return the places of the runs of each method, in order."""
+    groups: dict[frozenset[tuple[str, str]], list[int]] = {}
+    for place, run in enumerate(runs):
+        groups.setdefault(_method(run, runs), []).append(place)
+    return list(groups.values())
 
 
 def _are_folds(runs: Sequence[ComparedRun]) -> bool:
@@ -131,6 +148,7 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
         "steps_done": min(known("steps_done"), default=None),
         "step_median_s": median(seconds) if seconds else None,
         "dice_mean": every.mean,
+        "dice_grid": common("dice_grid"),
         "labelled_share": mean_of(known("labelled_share")),
         "dice_sd": every.sd,
         "dice_pooled": every.pooled,
@@ -147,6 +165,8 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
             numbers[f"{metric}_sd/{name}"] = score.sd
             numbers[f"{metric}_pooled/{name}"] = score.pooled
             numbers[f"{metric}_pooled_sd/{name}"] = score.pooled_sd
+            if metric == "hd95_mm":  # a case that misses a class has none
+                numbers[f"{metric}_cases/{name}"] = len(score.cases)
     return numbers
 
 

@@ -110,6 +110,20 @@ def read_memory(folder: Path) -> dict[str, Any]:
     return without_damaged(json_object(read_text(folder / NAME, MAX_MEMORY_BYTES)))
 
 
+def peaks(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the few numbers of memory.json that dashboards show; bytes of a step's tensors, unless its kind says more.
+
+    Before the first step these are the predicted ones.
+    """
+    values = {"parameters": memory.get("parameters"), "memory/error_bytes": memory.get("error_bytes")}
+    values["memory/validation_predicted_bytes"] = memory.get("predicted_validation_bytes")
+    for kind in reversed(KINDS):
+        if kind in memory:
+            values[f"memory/peak_{kind}_bytes"] = memory[kind]["peak_bytes"]
+            values["memory/peak_kind"] = memory[kind]["kind"]
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def json_object(text: str) -> dict[str, Any]:
     """Return a JSON object; {} for text that is empty, damaged, or nested without end."""
     if not text:
@@ -136,7 +150,7 @@ def without_damaged(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_advice(advice: Mapping[str, Any]) -> bool:
-    if advice["mostly"] not in NAMES:
+    if advice["mostly"] not in NAMES or not fits(advice.get("mostly_bytes", 0), int):
         return False
     return advice.get("halved_peak_bytes") is None or fits(advice, HALVED)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from unet3d.base.files import write_csv
 from unet3d.base.types import MIB, mib
-from unet3d.memory.tables import folded
+from unet3d.memory.tables import folded, phase_name
 from unet3d.report.plots import GREY, Array, blank, open_frame, plain, save_picture
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def phase_plot(entry: Entry, path: Path) -> None:
     """Draw bars of each phase's peak in later steps, by category if a ledger measured it; marks for the first step."""
     phases = entry["phases"]
     names = list(phases)
-    shown = [plain(name) for name in names]
+    shown = [plain(phase_name(name)) for name in names]
     later = np.array([phases[name]["steady"] for name in names]) / MIB
     first = np.array([phases[name].get("first", phases[name]["steady"]) for name in names]) / MIB  # a later, if unknown
     figure = blank(WIDTH, 1.6 + 0.42 * len(names))
@@ -136,7 +136,7 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
         ylabel="memory (MiB)",
         title="Memory over one step",
     )
-    _bands(axes, [row.phase for row in rows], 0.0, WIDTH)
+    _bands(axes, [phase_name(row.phase) for row in rows], 0.0, WIDTH)
     finish(figure, path)
 
 

@@ -1,12 +1,19 @@
-"""A run as one paragraph for the methods section of a paper: network, patch, recipe, versions, peaks by name."""
+"""A run as one paragraph for the methods section of a paper: network, data, recipe, versions, peaks by name.
+
+`differences.NO_METHOD` has the options that it does not tell.
+"""
+
+from pathlib import Path
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import mib
 from unet3d.config import compose
-from unet3d.config.schema import Config, Data, Inference, Model, Optim
+from unet3d.config.schema import Config, Loss, Model, Optim
+from unet3d.report.methods_data import cases, counted, images, labels, labels_of, listed, sizes
 from unet3d.report.record import RunRecord
 
 TITLE = "For a methods section"
+MOST_NAMES = 6  # of parameters; of more, their number
 LOSS_WORDS = {
     "ce": "cross-entropy",
     "dice": "soft Dice loss",
@@ -18,13 +25,6 @@ NORM_WORDS = {
     "batch_current": "batch normalisation by the batch's own statistics",
     "group": "group normalisation",
     "none": "no normalisation",
-}
-INTENSITY_WORDS = {
-    "auto": "intensities normalised by channel (CT: clipped and scaled by the training cases' foreground; others: to "
-    "mean 0 and standard deviation 1 in each volume)",
-    "zscore": "intensities normalised to mean 0 and standard deviation 1 in each volume",
-    "ct": "intensities clipped and scaled by the training cases' foreground",
-    "none": "intensities as stored",
 }
 RECOMPUTED_WORDS = {
     "lean": "only the outputs of convolutions kept for the backward pass (recompute=lean)",
@@ -44,10 +44,12 @@ def methods_paragraph(run: RunRecord) -> str:
     except UserError:
         return ""
     sentences = [
-        f"{_network(config.model, run)} was trained {_cases(config, run)}.",
-        f"{_images(config.data)}.",
+        f"{_network(config.model, run)} was trained {cases(config.data, run)}.",
+        *_start(config, run),
+        f"{images(config.data, run)}.",
+        *labels(config.data, run),
         f"{_recipe(config, run)}.",
-        f"{_inference(config.inference, config.data)}.",
+        f"{_inference(config)}.",
         _peaks(run),
         _software(run),
     ]
@@ -55,102 +57,131 @@ def methods_paragraph(run: RunRecord) -> str:
 
 
 def _network(model: Model, run: RunRecord) -> str:
-    parameters = f"{run.memory['parameters']:,} parameters" if run.memory else ""
+    ends = _ends(model, run)
+    if run.memory:
+        ends.append(f"{run.memory['parameters']:,} parameters")
     if model.path is not None:
-        return f"The network {model.path} ({parameters})" if parameters else f"The network {model.path}"
-    parts = [
-        f"channels {'-'.join(map(str, model.features))}",
-        f"kernels {_sizes(model.kernels)}",
-        f"strides {_sizes(model.strides)}",
-        NORM_WORDS[model.norm],
-        f"{model.activation} activation",
-        f"{model.downsampling.replace('_', ' ')} between levels",
-        f"{model.upsampling} upsampling",
-    ]
-    if model.blocks is not None:
-        parts.append(f"residual encoder with {'-'.join(map(str, model.blocks))} blocks")
-    elif model.residual:
-        parts.append("residual blocks")
-    if model.deep_supervision:
-        parts.append("deep supervision")
-    if model.dropout:
-        parts.append(f"dropout {model.dropout:g}")
-    if parameters:
-        parts.append(parameters)
-    return f"A 3D U-Net ({', '.join(parts)})"
+        return f"The network {model.path} ({', '.join(ends)})" if ends else f"The network {model.path}"
+    return f"A 3D U-Net ({', '.join([*_layers(model), *ends])})"
 
 
-def _sizes(value: object) -> str:
-    """Return sizes of all levels, `3`, `3x3x3`, or of each, `3x3x1 3x3x3`."""
-    if not isinstance(value, list):
-        return str(value)
-    if any(isinstance(item, list) for item in value):
-        return " ".join(map(_sizes, value))
-    return "x".join(map(str, value))
+def _ends(model: Model, run: RunRecord) -> list[str]:
+    """Return what the network takes and gives, where that is known."""
+    parts = []
+    channels = model.in_channels or len(run.data.get("channels", ()))
+    if channels:
+        parts.append(counted(channels, "input channel"))
+    outputs = model.classes or len(run.data.get("classes", ()))
+    if outputs:
+        parts.append(counted(outputs, "output"))
+    if model.regions is not None:
+        regions = [labels_of(labels) for labels in model.regions]
+        parts.append(f"outputs for {listed(regions)}")
+    if model.regions_class_order is not None:
+        parts.append(f"drawn in this order as {listed(model.regions_class_order)}")
+    return parts
 
 
-def _cases(config: Config, run: RunRecord) -> str:
-    counts = {part: len(names) for part, names in run.split.items()}
-    data = config.data
-    learned = f"on {counts['train']} cases" if "train" in counts else ""
-    if learned and data.semi:
-        return f"{learned}, of which it saw the labels of some slices, and was scored on others"
-    held_out = f"{counts['val']} others were held out" if "val" in counts else ""
-    if held_out and data.fold is not None and data.split is None:
-        held_out += f" (fold {data.fold} of {data.folds}, counted from 0)"
-    if data.groups is not None and not data.semi:
-        held_out += ", with all cases of a group in one part"
-    return "; ".join(part for part in (learned, held_out) if part) or "on labelled volumes"
-
-
-def _images(data: Data) -> str:
-    grid = "Volumes kept their voxel spacing"
-    if data.spacing is not None:
-        grid = f"Volumes were resampled to {_sizes(data.spacing)} mm"
-    augment = data.augment
-    given = {
-        "rotation, scaling and elastic deformation": augment.spatial_p,
-        "mirroring": len(augment.mirror),
-        "noise": augment.noise_p,
-        "blur": augment.blur_p,
-        "contrast": augment.contrast_p,
-        "gamma correction": augment.gamma_p,
-        "low resolution": augment.low_resolution_p,
+def _layers(model: Model) -> list[str]:
+    norm = NORM_WORDS[model.norm]
+    if model.norm == "group":
+        norm += f" of {model.groups} groups"
+    if model.norm != "none" and not model.norm_affine:
+        norm += " without learned scale and shift"
+    activation = model.activation.replace("_", " ")
+    if model.activation == "leaky_relu":
+        activation += f" (slope {model.negative_slope:g})"
+    upsampling = f"{model.upsampling} upsampling"
+    if not model.up_reduce:
+        upsampling += " of all channels"
+    if not model.up_bias:
+        upsampling += " without bias"
+    told = {
+        f"channels {sizes(model.features, '-')}": True,
+        f"{sizes(model.decoder, '-')} in the decoder": model.decoder is not None,
+        f"kernels {sizes(model.kernels)}": True,
+        f"strides {sizes(model.strides)}": True,
+        "unpadded convolutions": model.padding == "valid",
+        "convolutions without bias": not model.conv_bias,
+        "channels increased by the second convolution of a block": model.widen == "second",
+        norm: True,
+        f"{activation} activation": True,
+        f"{model.downsampling.replace('_', ' ')} between levels": True,
+        upsampling: True,
+        f"residual encoder with {sizes(model.blocks, '-')} blocks": model.blocks is not None,
+        "residual blocks": model.residual and model.blocks is None,
+        "deep supervision": model.deep_supervision,
+        f"dropout {model.dropout:g}": model.dropout > 0,
     }
-    names = [name for name, share in given.items() if share]
-    if not augment.elastic and augment.spatial_p:
-        names[0] = "rotation and scaling" if augment.rotation else "scaling"
-    used = f"; augmentation by {', '.join(names)}" if names else "; no augmentation"
-    return f"{grid}, with {INTENSITY_WORDS[data.intensity]}{used}"
+    return [words for words, is_told in told.items() if is_told]
+
+
+def _start(config: Config, run: RunRecord) -> list[str]:
+    """Return a sentence on pre-trained weights; [] without any."""
+    if config.init is None:
+        return []
+    loaded = run.start.get("loaded", [])
+    by_class = run.start.get("by class", {})
+    counts = ""
+    if loaded:
+        total = len(loaded) + len(by_class) + len(run.start.get("new", []))
+        counts = f" ({len(loaded)} of {total} tensors"
+        counts += f", and {len(by_class)} of the output layers by the names of classes)" if by_class else ")"
+    sentence = f"It began with pre-trained weights, of {Path(config.init).name}{counts}"
+    optim = config.optim
+    if optim.init_lr != 1:
+        names = optim.init_names or []
+        which = "which" if not names else listed(names) if len(names) <= MOST_NAMES else f"{len(names)} of them"
+        were = "were frozen" if optim.init_lr == 0 else f"learned at {optim.init_lr:g} times the learning rate"
+        sentence += f"; {'these' if which == 'which' else which} {were}"
+    return [f"{sentence}."]
 
 
 def _recipe(config: Config, run: RunRecord) -> str:
-    optim = config.optim
+    data = config.data
     patches = config.batch * config.accumulate
-    loss = f"the loss {config.loss.path}" if config.loss.path else LOSS_WORDS[config.loss.name]
-    if config.data.regions is not None or "regions" in run.memory:  # in memory.json also those of a dataset.json
-        loss += " of overlapping regions"
     steps = f"{run.last_step:,} optimizer steps"
-    patch = _sizes(config.data.patch)
-    noun = "patch" if patches == 1 else "patches"
+    if run.last_step != config.steps:
+        steps = f"{run.last_step:,} of {config.steps:,} planned optimizer steps"
+    seen = f"{counted(patches, 'patch').replace('patchs', 'patches')} of {sizes(data.patch)} voxels"
+    if data.foreground:
+        seen += f" (centred on a voxel of a random foreground class with probability {data.foreground:g})"
     parts = [
-        f"Each of {steps} saw {patches} {noun} of {patch} voxels and minimised {loss}, by {_optimizer(optim)}",
-        _precision(config),
+        f"Each of {steps} saw {seen} and minimised {_loss(config, run)}, by {_optimizer(config.optim)}",
+        _precision(config, run),
     ]
+    if config.deterministic:
+        parts.append("with deterministic algorithms")
     if config.accumulate > 1:
         parts.append(f"gradients accumulated over {config.accumulate} micro-batches")
     if config.ckpt:
         parts.append(f"activation checkpointing (ckpt={config.ckpt})")
     if config.recompute != "none":
         parts.append(RECOMPUTED_WORDS[config.recompute])
-    if optim.average is not None:
-        parts.append(f"weights averaged with decay {optim.average:g}")
+    if config.optim.average is not None:
+        parts.append(f"weights averaged with decay {config.optim.average:g}")
     return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def _loss(config: Config, run: RunRecord) -> str:
+    loss: Loss = config.loss
+    words = f"the loss {loss.path}" if loss.path else LOSS_WORDS[loss.name]
+    if config.data.regions is not None or "regions" in run.memory:  # in memory.json also those of a dataset.json
+        words += " of overlapping regions"
+    details = []
+    if loss.path or loss.name != "ce":
+        details.append(f"Dice over {'the batch as one volume' if loss.batch_dice else 'each patch'}")
+    if loss.weights is not None:
+        details.append(f"classes weighted {listed([f'{weight:g}' for weight in loss.weights])}")
+    return f"{words} ({', '.join(details)})" if details else words
 
 
 def _optimizer(optim: Optim) -> str:
     momentum = f" {optim.momentum:g}" if optim.name == "sgd" else f" (betas {optim.betas[0]:g}, {optim.betas[1]:g})"
-    schedule = f"{optim.schedule} schedule" if optim.schedule != "constant" else "constant"
+    schedule = "constant"
+    if optim.schedule != "constant":
+        rise = f", rising for {optim.warmup:g} of the steps" if optim.schedule == "one_cycle" else ""
+        schedule = f"{optim.schedule.replace('_', ' ')} schedule{rise}"
     parts = [
         f"{OPTIMIZER_WORDS[optim.name]}{momentum}",
         f"learning rate {optim.lr:g} ({schedule})",
@@ -161,15 +192,17 @@ def _optimizer(optim: Optim) -> str:
     return ", ".join(parts)
 
 
-def _precision(config: Config) -> str:
-    if not config.amp:
-        return "in float32"
-    return "in mixed precision" if config.amp_dtype == "auto" else f"in mixed precision ({config.amp_dtype})"
+def _precision(config: Config, run: RunRecord) -> str:
+    if config.amp:
+        return "in mixed precision" if config.amp_dtype == "auto" else f"in mixed precision ({config.amp_dtype})"
+    return "in float32, with TF32 in convolutions" if config.cuda.tf32 and "gpu" in run.environment else "in float32"
 
 
-def _inference(inference: Inference, data: Data) -> str:
-    text = f"Whole volumes were segmented by a sliding window of the same size, overlapping by {inference.overlap:.0%}"
-    if inference.mirror and data.augment.mirror:
+def _inference(config: Config) -> str:
+    text = "Whole volumes were segmented by a sliding window of the same size"
+    if config.model.padding == "same":
+        text += f", overlapping by {config.inference.overlap:.0%}"
+    if config.inference.mirror and config.data.augment.mirror:
         text += ", averaged over mirrorings"
     return text
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unet3d.base import signals
 from unet3d.base.errors import escaped
 from unet3d.base.files import replacing
 from unet3d.report.record import best_of
@@ -38,6 +39,8 @@ NAME_LETTERS = 24  # of a class in a legend
 LETTER = 0.08  # inches; a letter's mean width in 9 points, generously
 LINE = 0.19  # inches; a line's height in 9 points
 LEGEND_ROWS = 13
+SLOW = 4  # times the median: seconds per step beyond are cut off, if at least the share RARE is below
+RARE = 0.8
 SMALL_PANELS = {  # below the loss
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm",
@@ -67,6 +70,7 @@ def save_picture(figure: "Figure", path: Path, strategy: int = zlib.Z_DEFAULT_ST
     """
     import matplotlib
 
+    signals.raise_again()
     layout = figure.get_layout_engine()
     assert layout is not None
     layout.execute(figure)
@@ -249,8 +253,13 @@ def _draw_small(axes: "Axes", title: str, steps: Array, values: Array) -> None:
     _draw_steps(axes, steps, values)
     axes.tick_params(labelsize=9)
     known = values[np.isfinite(values)]
-    if known.size:
-        axes.set_ylim(bottom=min(0, known.min()))
+    if not known.size:
+        return
+    axes.set_ylim(bottom=min(0, known.min()))
+    usual = known[known <= SLOW * np.median(known)]  # the first steps of a process are observed, and take longer
+    if title == SMALL_PANELS["time/step_s"] and RARE * len(known) <= len(usual) < len(known):
+        axes.set_ylim(top=1.1 * usual.max())
+        axes.set_title(f"{title} (some up to {known.max():.3g})", fontsize=10)
 
 
 def _draw_dice(axes: "Axes", dice: Mapping[str, Curve], columns: int, best: int | None) -> None:

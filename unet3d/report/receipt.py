@@ -9,7 +9,7 @@ from unet3d.report.shapes import as_number
 
 NOT_COMPARED = ("budget", "data.root")  # options that change nothing of what was planned
 PACE = {"steps", "eval_every"}  # options that set the number of steps and validations
-TITLE = "Receipt: the plan beside the run (planned minus measured)"
+TITLE = "Receipt: plan against run (planned minus measured)"
 
 
 class Promise(NamedTuple):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -11,14 +11,19 @@ from typing import Any
 from unet3d.base.errors import UserError
 from unet3d.base.files import LARGEST_YAML, read_csv, read_text, read_yaml, refuse_links_out
 from unet3d.config import compose, rules
-from unet3d.report.memory_file import KINDS, json_object, read_memory
+from unet3d.report.memory_file import KINDS, json_object, peaks, read_memory
 from unet3d.report.run_folder import Values, last_step, one_line, read_records, spacing_words
-from unet3d.report.shapes import as_number, finite, sound
+from unet3d.report.shapes import as_number, finite, fits, sound
+from unet3d.training.metrics import NOTE_KEY
 
 MAX_STATUS_BYTES = 2**20
 MAX_ENV_BYTES = 2**16
 MAX_SPLIT_BYTES = 2**24
+MAX_INIT_BYTES = 2**22
 MOST_PARTS = 20  # of split.json
+RULE = {"kind": str, "low": int | float, "high": int | float, "mean": int | float, "std": int | float}
+OF_DATA = {"classes": [str], "channels": [str], "intensity": [RULE], "ignore": int}  # "data" of split.json
+OF_INIT = {"loaded": list, "by class": dict, "new": list}  # init.json
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class RunRecord:
     scores: list[dict[str, str]]
     split: Mapping[str, list[str]]  # names of the cases by what they are for
     memory: Values
+    data: Values = field(default_factory=dict)  # of the data set: classes, channels, intensity rules, ignored label
+    start: Values = field(default_factory=dict)  # which tensors came from another network, and which are new
 
     @property
     def memory_kind(self) -> str:
@@ -116,6 +123,8 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
         memory = read_memory(path)
     has_memory = memory.keys() & KINDS and memory.get("parameters", 0) > 0
     versions = json_object(read_text(path / "env.json", MAX_ENV_BYTES))
+    parts = json_object(read_text(path / "split.json", MAX_SPLIT_BYTES))
+    start = json_object(read_text(path / "init.json", MAX_INIT_BYTES))
     return RunRecord(
         path=path,
         status=one_line(read_text(path / "STATUS", MAX_STATUS_BYTES)),
@@ -125,13 +134,21 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
         environment={key: str(value) for key, value in versions.items() if value is not None},
         records=read_records(path / "metrics.jsonl"),
         scores=[_scores(row) for row in read_csv(path / "scores.csv")],
-        split=_split(path / "split.json"),
+        split=_split(parts),
         memory=memory if has_memory else {},
+        data=_of_shapes(parts.get("data"), OF_DATA),
+        start={key: start[key] for key, kind in OF_INIT.items() if isinstance(start.get(key), kind)},
     )
 
 
-def _split(path: Path) -> dict[str, list[str]]:
-    parts = json_object(read_text(path, MAX_SPLIT_BYTES))
+def _of_shapes(values: Any, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that have these shapes."""
+    found = values if isinstance(values, dict) else {}
+    return {key: found[key] for key, shape in shapes.items() if key in found and fits(found[key], shape)}
+
+
+def _split(parts: Values) -> dict[str, list[str]]:
+    """Return the lists of cases in split.json."""
     split = {}
     for name in islice(parts, MOST_PARTS):
         if isinstance(parts[name], list):
@@ -179,15 +196,9 @@ def headline(run: RunRecord) -> dict[str, Any]:
         "val/best_step": best.get("step"),
         "train/loss": losses[-1] if losses else None,
         "steps": run.last_step,
-        "parameters": run.memory.get("parameters"),
-        "memory/error_bytes": run.memory.get("error_bytes"),
         "own_grid/dice_mean": run.dice_mean if run.has_own_grids else None,
     }
-    for kind in KINDS:
-        if kind in run.memory:
-            values[f"memory/peak_{kind}_bytes"] = run.memory[kind]["peak_bytes"]
-    if run.memory:
-        values["memory/peak_kind"] = run.memory_entry["kind"]
+    values |= peaks(run.memory)
     for name in ("step_s", "val_s"):
         times = run.values(f"time/{name}")
         if times:
@@ -198,7 +209,7 @@ def headline(run: RunRecord) -> dict[str, Any]:
 
 def scores_as_numbers(run: RunRecord) -> tuple[list[str], list[list[Any]]]:
     """Return scores.csv as columns and rows, with numbers as numbers; the first column names the case."""
-    columns = list(run.scores[0]) if run.scores else ["case"]
+    columns = [name for name in run.scores[0] if name != NOTE_KEY] if run.scores else ["case"]
     rows = []
     for case in run.scores:
         numbers = [as_number(case.get(name)) for name in columns[1:]]

@@ -1,11 +1,13 @@
 """The report of a run: figures, metrics.csv and report.html in its folder, all from its record."""
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unet3d.base import shell
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import Table, mib
+from unet3d.config import compose
 from unet3d.memory import tables
 from unet3d.report import memory_plots, methods, plots, receipt, score_plots
 from unet3d.report.case_scores import ROLES, case_table, dice_by_class
@@ -115,16 +117,31 @@ def _cases(run: RunRecord) -> dict[str, Any]:
 
 
 def _how_made(run: RunRecord) -> dict[str, Any]:
-    """Return the command line, the split and the versions."""
-    command = ""
-    if run.overrides is not None:
-        command = shell.training(run.overrides)
+    """Return the command lines, the split and the versions."""
     split = {}
     for part, names in run.split.items():
         title = f"{len(names)} cases for {PARTS.get(part, part)}"
         split[title] = ", ".join(names[:MOST_NAMES])
     versions = [f"{name} {run.environment[name]}" for name in VERSIONS if name in run.environment]
-    return {"command": command, "split": split, "versions": ", ".join(versions)}
+    return {"command": "\n".join(_commands(run)), "split": split, "versions": ", ".join(versions)}
+
+
+def _commands(run: RunRecord) -> list[str]:
+    """Return the command that began the run in its folder, and one for each time it was resumed; [] if not known."""
+    if run.overrides is None:
+        return []
+    folder = run.path.resolve()
+    place = str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder.name)
+    if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", place) is None:
+        place = compose.quoted(place)
+    commands: list[list[str]] = [[f"hydra.run.dir={place}"]]
+    for word in run.overrides:
+        if word.startswith("resume="):
+            commands.append([f"resume={place}"])
+        else:
+            commands[-1].append(word)
+    first, *others = commands
+    return [shell.shared([*first[1:], first[0]]), *map(shell.shared, others)]
 
 
 class MemoryPart(NamedTuple):

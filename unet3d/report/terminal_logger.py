@@ -80,7 +80,7 @@ class TerminalLogger:
 
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started
-        line = escaped(f"{elapsed:6.0f} s  step {step:>5}/{self.steps}  {text}")
+        line = escaped(f"{duration(elapsed):>8}  step {step:>5}/{self.steps}  {text}")
         # classes may be called [a], [/b] or :skull:
         self.terminal.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 

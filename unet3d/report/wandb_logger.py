@@ -12,7 +12,9 @@ from typing import Any
 
 from unet3d.base import collector
 from unet3d.base.errors import reason
+from unet3d.config.rules import LETTERS
 from unet3d.config.schema import Config, Wandb
+from unet3d.report.run_folder import read_records
 
 STEP = "trainer/step"
 DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
@@ -36,6 +38,7 @@ QUIET: dict[str, Any] = {  # wandb.Settings of every run
     "finish_timeout_raises": True,
     "init_timeout": 20,  # seconds; a scheduler that ends a job gives it two minutes
     "finish_timeout": 60,  # seconds
+    "x_transaction_log_flush_interval": 1.0,  # seconds; what was logged later is not in the file of a killed run
 }
 PRIVATE = {  # wandb.Settings of a private run
     "host": "",  # None would be replaced by the machine's name
@@ -54,8 +57,11 @@ PRIVATE = {  # wandb.Settings of a private run
 class WandbLogger:
     """One wandb run under `folder`/wandb, offline unless `config.wandb.mode`, or WANDB_MODE instead, says online.
 
-    A run that cannot go online (no key, no network) records offline after at most 20 seconds. A resumed run continues
-    its wandb run. Private: nothing is recorded about the machine, its user and their paths.
+    A run that cannot go online (no key, no network) records offline after at most 20 seconds. Private: nothing is
+    recorded about the machine, its user and their paths.
+
+    A resumed run that was online and is online again continues its wandb run. Any other resumed part has an id of its
+    own, since a file that is uploaded under an id replaces what is there; it begins with the records so far.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -64,7 +70,7 @@ class WandbLogger:
         self._allowed: Callable[[Mapping[str, Any]], dict[str, Any]] = without_paths if self._private else dict
         self._wandb = _load(self._private)
         logging.raiseExceptions = False  # wandb's log is on the run's disk: where that is full it would print traces
-        earlier = _last_id(folder) if config.resume is not None else None
+        earlier = _last_online_id(folder) if config.resume is not None else None
         try:
             self._run = self._start(wandb_mode(config), config, folder, earlier)
         finally:
@@ -73,9 +79,14 @@ class WandbLogger:
                     shutil.rmtree(logs, ignore_errors=True)  # wandb's own, full of paths
         self._run.define_metric(STEP, summary="none")
         self._run.define_metric("*", step_metric=STEP, summary="none")  # the summary holds what `summary` gets
+        if config.resume is not None and (earlier is None or self._run.id != earlier):
+            for record in read_records(folder / "metrics.jsonl"):
+                self.scalars({key: _number(value) for key, value in record.items() if key != "step"}, record["step"])
 
     def _start(self, mode: str, config: Config, folder: Path, earlier: str | None) -> Any:
-        """Return the wandb run, which continues the `earlier` one; offline if online fails."""
+        """Return the wandb run, which continues the `earlier` one if it is online; offline if online fails."""
+        if mode != "online":
+            earlier = None
         known = self._wandb.Settings.model_fields  # older versions of wandb have fewer
         wanted = QUIET | PRIVATE if self._private else QUIET
         settings = self._wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
@@ -163,10 +174,19 @@ def preload(config: Config) -> None:
             import wandb.apis.public  # noqa: F401
 
 
-def _last_id(folder: Path) -> str | None:
-    """Return the id of the last wandb run in a folder, of wandb/[offline-]run-<time>-<id>; None without one."""
-    names = sorted(run.name.removeprefix("offline-") for run in folder.glob("wandb/*run-*-*"))
-    return names[-1].rpartition("-")[2] if names else None
+def _last_online_id(folder: Path) -> str | None:
+    """Return the id of the last wandb run in a folder, of wandb/run-<time>-<id>; None without one, or if offline."""
+    names = sorted(
+        (path.name for path in folder.glob("wandb/*run-*-*")), key=lambda name: name.removeprefix("offline-")
+    )
+    if not names or names[-1].startswith("offline-"):
+        return None
+    return names[-1].rpartition("-")[2]
+
+
+def _number(value: Any) -> Any:
+    """Return a value of metrics.jsonl, where JSON's text of a number that is not finite is that number again."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def identity(options: Wandb, folder: Path) -> dict[str, Any]:
@@ -186,8 +206,8 @@ def identity(options: Wandb, folder: Path) -> dict[str, Any]:
     return {
         "project": project or options.project,
         "entity": options.entity,
-        "name": options.name or (None if os.environ.get("WANDB_NAME") else name),
-        "group": options.group or (None if os.environ.get("WANDB_RUN_GROUP") else group),
+        "name": options.name or (None if os.environ.get("WANDB_NAME") else name[-LETTERS["name"] :]),
+        "group": options.group or (None if os.environ.get("WANDB_RUN_GROUP") else group and group[-LETTERS["group"] :]),
         "job_type": options.job_type,
         "tags": options.tags or None,
         "notes": options.notes,
