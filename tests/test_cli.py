@@ -26,7 +26,7 @@ from training import train as fork
 from wandb_records import read_run
 
 from unet3d import __main__
-from unet3d.base import errors
+from unet3d.base import errors, progress
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
@@ -125,6 +125,27 @@ def test_an_error_after_a_ctrl_c_that_a_library_has_lost_is_the_interrupt(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_ctrl_c_that_python_swallows_ends_a_command_at_the_next_border(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object) -> str:
+        with suppress(KeyboardInterrupt):
+            ctrl_c()
+        progress.beat()
+        return "the command went on"
+
+    monkeypatch.setattr("unet3d.cli.options.as_markdown", lost)
+    monkeypatch.setattr(sys, "argv", ["unet3d", "options"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            __main__.main()
+        assert ended.value.code == 130
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert capsys.readouterr().err == "interrupted\n"
+    progress.beat()
+
+
 WHILE_LOADING = """
 import sys
 
@@ -197,8 +218,9 @@ def test_a_mistake_beside_a_flag_is_one_line_too(flags: list[str], capsys: pytes
 
 
 def test_the_composed_config_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of("--cfg", "job", "model=forum_mid") == 0
-    assert "upsampling: trilinear" in capsys.readouterr().out
+    assert code_of("--cfg", "job", "model=forum_mid", "wandb.name=1_2") == 0
+    shown = capsys.readouterr().out
+    assert "upsampling: trilinear" in shown and "name: '1_2'" in shown
 
 
 @pytest.mark.slow
@@ -318,6 +340,9 @@ def test_the_wandb_run_has_a_name_a_short_summary_the_cases_and_a_picture_a_vali
     assert len(found.summary) <= 25 and found.unsummarised == {"trainer/step", "*"}
     peaks = [found.summary[f"memory/peak_{kind}_bytes"] for kind in ("predicted", "measured")]
     assert peaks == [memory[kind]["peak_bytes"] for kind in ("predicted", "measured")]
+    early = {name: step for step, values in reversed(found.summaries) for name in values}
+    assert early["memory/peak_predicted_bytes"] == early["parameters"] == 0, "before the first step"
+    assert early["memory/peak_measured_bytes"] == 1, "after it"
     lines = (finished / "metrics.jsonl").read_text().splitlines()
     validated = [record for record in map(json.loads, lines) if "val/dice_mean" in record]
     dice = {record["step"]: record["val/dice_mean"] for record in validated}
@@ -422,10 +447,10 @@ def test_predict_replaces_a_file_only_when_asked(
     made.parent.mkdir()
     made.write_bytes(b"of yesterday")
     words = ["predict", finished / "checkpoints" / "last.pt", tmp_path / "a.nii.gz", "-o", made.parent]
-    assert face(*words) == 0
-    assert "--overwrite" in capsys.readouterr().out and made.read_bytes() == b"of yesterday"
+    assert face(*words) == 2
+    assert "--overwrite" in capsys.readouterr().err and made.read_bytes() == b"of yesterday"
     assert face(*words, "--overwrite") == 0 and nib.load(made).shape == (9, 9, 9)
-    assert [path.name for path in made.parent.iterdir()] == ["a.nii.gz"]
+    assert {path.name for path in made.parent.iterdir()} == {"a.nii.gz", "predictions.jsonl"}
 
 
 def test_a_foreign_checkpoint_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -442,6 +467,11 @@ def save_image(path: Path, bright: int = 0, depth: float = 1) -> None:
     nifti_write.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
 
 
+def errors_in(printed: str) -> list[str]:
+    """The lines but those on images that are unlike the phantom's."""
+    return [line for line in printed.splitlines() if " in training " not in line]
+
+
 @without("unet3d.cli.predict.escaped", unchanged)
 def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -456,14 +486,14 @@ def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
     first = capsys.readouterr()
     assert face(*words) == 2
     again = capsys.readouterr()
-    assert again.err == first.err and again.out.count("--overwrite") == 2
-    assert ["broken" in line for line in first.err.splitlines()] == [True, True]
+    assert errors_in(again.err) == errors_in(first.err) and again.out.count("--overwrite") == 2
+    assert ["broken" in line for line in errors_in(first.err)] == [True, True]
     assert first.out.count("\n") == again.out.count("\n") == 3
     written, left = (re.findall(r"\b\d+\b", shown.out.splitlines()[-1]) for shown in (first, again))
     assert written[:2] == ["2", "2"], "written, not segmented"
     assert left == ["2", "2"], "left alone, not segmented"
     refuse_codes(first.out + first.err + again.out)
-    assert {path.name for path in out.iterdir()} == {f"{name}.gz" for name in names}
+    assert {path.name for path in out.glob("*.nii*")} == {f"{name}.gz" for name in names}
 
 
 def test_an_input_that_cannot_be_read_stops_no_other(
@@ -485,11 +515,11 @@ def test_an_input_that_cannot_be_read_stops_no_other(
     monkeypatch.setattr(Path, "iterdir", listed)
     wrong = [tmp_path / name for name in ("loop.nii.gz", "lost.nii.gz", "pipe.nii.gz", "locked")]
     assert face("predict", finished / "checkpoints" / "last.pt", *wrong, tmp_path / "in", "-o", tmp_path / "out") == 2
-    found = capsys.readouterr().err.splitlines()
+    found = errors_in(capsys.readouterr().err)
     assert len(found) == 7
     for path, line in zip(wrong, found, strict=False):
         assert f" {path}: " in line, line
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["good.nii.gz"]
+    assert [path.name for path in (tmp_path / "out").glob("*.nii*")] == ["good.nii.gz"]
 
 
 @without("unet3d.training.checkpoint.escaped", unchanged)

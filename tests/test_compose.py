@@ -1,6 +1,7 @@
 """Wrong options are answered in one line that names the key and the remedy."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -12,8 +13,10 @@ import yaml
 from guards import nothing, without
 from omegaconf import OmegaConf
 
+from unet3d.base import files
 from unet3d.base.errors import UserError
-from unet3d.config import compose, hydra_errors, idle, resume_rules
+from unet3d.config import compose, hydra_errors, idle, resume_rules, rules
+from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import Config
 
 # Words that the one line must hold, as often as they stand here.
@@ -63,6 +66,7 @@ WRONG = {
     "resume=~": ["resume=~", "resume=$HOME"],
     "data.root=~other/a": ["data.root=~other/a", "\"data.root='~other/a'\""],
     "hydra.run.dir=/x/rss_slab=0": ["hydra.run.dir=/x/rss_slab=0", "\"hydra.run.dir='/x/rss_slab=0'\""],
+    "data.classes=[a,1_2": ["data.classes=[a,1_2", "'data.classes=[a,b]'"],
     "data.patch=[16,16": ["data.patch=[16,16", "'data.patch=[1,2,3]'"],
     "+chkpt=2": ["chkpt", "ckpt"],
     "+model.depth=2": ["model.depth"],
@@ -73,6 +77,25 @@ WRONG = {
     "amp=true,false": ["amp=true,false"],
     "model.features=[" + "9" * 30 + "]": ["model.features", "4,294,967,296"],
     "budget=" + "9" * 5000 + "GiB": ["budget", "budget=8GiB"],
+    "budget=8G": ["budget=8G", "KiB", "MiB", "GiB", "TiB"],
+    "budget=1,5GiB": ["budget=1,5GiB", "point", "budget=1.5GiB"],
+    "optim.lr=1,5": ["optim.lr=1,5", "point", "optim.lr=1.5", "-m"],
+    "optim.betas=[0,9,0,999]": ["optim.betas", "two", "point"],
+    "seed=0,1": ["seed=0,1", "-m"],
+    "model.features=8,16": ["model.features=8,16", "model.features=[8,16]", "-m"],
+    "data.root=/x/a,b": ["data.root=/x/a,b", "\"data.root='/x/a,b'\"", "-m"],
+    "wandb=offline": ["wandb.mode=offline", "default"],
+    "wandb=false": ["wandb.mode=disabled"],
+    "data.augment=false": ["data.augment=False", "spatial_p", "mirror"],
+    "hydra.run=x": ["hydra.run.dir"],
+    "optim=0.01": ["optim=0.01", "optim.lr=0.01", "adamw"],
+    "optim=null": ["optim=null", "adamw"],
+    "model=SegResNet": ["model=SegResNet", "model.path=package.module:SegResNet", "unet_tiny"],
+    "loss=mine:focal": ["loss=mine:focal", "loss.path=mine:focal", "dice_ce"],
+    "model=batch_current": ["model.norm=batch_current"],
+    "data=/x/a": ["data=/x/a", "data.root=PATH", "nnunet"],
+    "data.label_map={'1':[1]}": ["'data.label_map={1:[1,2],2:4}'"],
+    "data.regions={1_2:[1,2]}": ["data.regions", "1_2", "quote"],
 }
 # The option that is named for one that does not exist.
 MEANT = {
@@ -145,7 +168,6 @@ IDLE = {
     ("model.activation=silu", "model.inplace=true"): ["model.inplace=True", "model.activation"],
     ("model=unet_tiny", "model.blocks=[1,2,2]", "model.residual=true"): ["model.residual=True", "model.blocks"],
     ("data.classes=[a,b]",): ["data.classes=['a', 'b']", "data.format", "dataset.json"],
-    ("data.fold=1", "data.split=x.json"): ["data.fold=1", "data.split"],
     ("data.fold=1", "data.val_fraction=0.3"): ["data.val_fraction=0.3", "data.fold", "data.split"],
     (*SEMI, "data.val_fraction=0.5"): ["data.val_fraction=0.5", "data.semi=true"],
     ("loss=dice", "loss.weights=[1,1,1,1]"): ["loss.weights=[1.0, 1.0, 1.0, 1.0]", "loss=dice"],
@@ -315,6 +337,107 @@ def test_the_command_line_overrides_an_experiment(tmp_path: Path) -> None:
     assert beaten.amp is False and beaten.model.features == [8, 16, 32]
 
 
+WORDS = (  # that Hydra or YAML take for numbers, truth values, times or nothing
+    *("1_2", "3e2", "1e3", "1.10", "2024_10", "true", "False", "yes", "on", "off", "null", "NULL", "12:30:00"),
+    *("2024-10-05", "0x10", "007", "1.0", "inf", "nan", ".5", "1.", "+5", "1_000", "0b1", "0o7", ".inf"),
+)
+
+
+def test_a_text_is_the_word_that_was_written(tmp_path: Path) -> None:
+    """On a command line, in a list, alone and in a sweep, and in the file of a run that goes on."""
+    listed = ",".join(WORDS)
+    names = ("wandb.name", "wandb.group", "wandb.notes", "resume", "hydra.run.dir", "data.images", "data.groups")
+    composed = compose.compose_tree([f"data.classes=[{listed}]", f"wandb.tags=[{listed}]", "steps=1_0"])
+    config = compose.load(composed.options)
+    assert tuple(config.data.classes or ()) == tuple(config.wandb.tags) == WORDS and config.steps == 10
+    (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
+    assert compose.from_plain(files.read_yaml(tmp_path / "config.yaml")) == config
+    scalars = [word for word in WORDS if word.lower() != "null"]
+    for first in range(0, len(scalars), len(names)):
+        given = dict(zip(names, scalars[first:], strict=False))
+        tree = compose.compose_tree([f"{name}={word}" for name, word in given.items()]).tree
+        assert {name: OmegaConf.select(tree, name) for name in given} == given
+    jobs = compose.sweep(["wandb.name=1_2,true,null", "seed=1"])
+    assert [compose.compose(job).wandb.name for job in jobs] == ["1_2", "true", None]
+    jobs = compose.sweep(["wandb.name=sort(3e2,1_2,reverse=true)"])
+    assert [compose.compose(job).wandb.name for job in jobs] == ["3e2", "1_2"]
+    with pytest.raises(UserError, match=r"^data\.images: .*\"data\.images='null'\""):
+        compose.compose(["data.images=null"])
+
+
+def test_a_text_of_a_file_is_the_word_that_stands_there_or_is_refused(tmp_path: Path) -> None:
+    """Also of a file that another names, and of a plan; `off` is an answer of data.cache."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "1e3.yaml").write_text("# @package _global_\ndefaults: [named]\n")
+    named = tmp_path / "experiment" / "named.yaml"
+    words = [compose.search_path(str(tmp_path)), "experiment=1e3"]
+    refused = {"wandb: {name: 1_2}": "1_2", "hydra: {run: {dir: 12:30:00}}": "12:30:00", "sweep: [on]": "on"}
+    refused["data: {regions: {1e3: [1]}, regions_class_order: [1]}"] = "1e3"
+    for text, word in refused.items():
+        named.write_text(f"# @package _global_\n{text}\n")
+        with pytest.raises(UserError, match=rf"^{named}: .*\b{word} .*; quote it: '{word}'$"):
+            compose.compose(words)
+    named.write_text("# @package _global_\ndefaults: [1_2]\n")
+    with pytest.raises(UserError, match=r"quote the name in the file's defaults$"):
+        compose.compose(words)
+    named.write_text("# @package _global_\nwandb: {name: '1_2', tags: [1.5, 2024-10-05]}\ndata: {cache: off}\n")
+    config = compose.compose(words)
+    assert (config.wandb.name, config.wandb.tags) == ("1_2", ["1.5", "2024-10-05"]) and config.data.cache == "off"
+    path = tmp_path / "plan.yaml"
+    for word in WORDS:
+        path.write_text(f"options: {{data: {{classes: [background, {word}]}}}}\n")
+        try:
+            assert str(read_plan(str(path)).options["data.classes"][1]) == word
+        except UserError as error:
+            assert re.search(r"quote (it: '|a date)", str(error)), error
+
+
+@pytest.mark.parametrize("place", ['/x/"q"', 'it\'s "q"', "/x/(1),b", '"a" b"'])
+def test_the_quotes_that_are_advised_give_the_folder(place: str) -> None:
+    with pytest.raises(UserError, match="quote it, once for Hydra and once for the shell: ") as caught:
+        compose.compose([f"data.root={place}"])
+    advice = str(caught.value).rpartition("for the shell: ")[2]
+    assert compose.compose(shlex.split(advice)).data.root == place
+
+
+def test_a_relative_folder_is_looked_for_where_the_line_says() -> None:
+    with pytest.raises(UserError, match=rf"^data\.root=no/such: no such folder in {Path.cwd()};"):
+        compose.compose(["data=nnunet", "data.root=no/such"])
+
+
+@pytest.mark.parametrize(
+    ("word", "most"),
+    [
+        ("wandb.project=a/b", "holds /"),
+        ("wandb.project='a:b#c'", "holds # :"),
+        ("wandb.entity=a%b", "holds %"),
+        ("wandb.project=''", "128"),
+        (f"wandb.name={'x' * 129}", "at most 128"),
+        (f"wandb.job_type={'x' * 65}", "at most 64"),
+        (f"wandb.tags=[a,{'x' * 65}]", "at most 64"),
+        ("wandb.tags=['']", "1 to 64"),
+    ],
+    ids=str,
+)
+def test_what_wandb_refuses_is_refused_before_a_run(word: str, most: str) -> None:
+    name = word.partition("=")[0]
+    with pytest.raises(UserError, match=rf"^{name}=[^\n]*{most}"):
+        compose.compose([word])
+
+
+@without("unet3d.config.rules.WANDB_VARIABLES", {})
+def test_variables_of_wandb_are_checked_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_PROJECT", "a#b")
+    rules.check(Config())
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UserError, match=r"^WANDB_PROJECT=a#b: "):
+        rules.check(Config())
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(UserError, match=r"^WANDB_MODE=of: .*\boffline\b"):
+        rules.check(Config())
+
+
 def test_plain_values_round_trip() -> None:
     config = compose.compose(["model=forum_large", "seed=7", "optim=sgd"])
     assert compose.from_plain(compose.to_plain(config)) == config
@@ -337,6 +460,21 @@ def test_a_run_without_an_option_of_a_newer_version_can_resume() -> None:
     before["data"]["affine_check"], before["data"]["allow_outside"] = "warn", True
     with pytest.raises(UserError, match=r"data\.affine_check\b.*\bwarn\b.*\berror$"):
         resume_rules.refuse_changes(before, now)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("budget=1,5GiB", "budget=1.5GiB"),
+        ("budget=8GiB,1,5 GiB", "budget=1.5GiB"),
+        ("optim.lr=0,001", "optim.lr=0.001"),
+        ("optim.clip=2,03", "optim.clip=2.03"),
+    ],
+)
+def test_a_decimal_comma_is_no_sweep(word: str, meant: str) -> None:
+    with pytest.raises(UserError, match=rf"^{word}: .*\bpoint: {meant}$"):
+        compose.sweep([word])
+    assert len(compose.sweep(["budget=1GiB,5GiB", "optim.lr=0,0.1,1"])) == 6
 
 
 def test_sweep_lists_every_job() -> None:

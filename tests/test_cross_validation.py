@@ -129,7 +129,8 @@ def test_one_file_has_all_folds_and_removes_what_was_decided(
     sweep: Path, tmp_path: Path, capsys: Capture, decided: None
 ) -> None:
     assert face("folds", sweep, "--publish", tmp_path / "net.pt") == 0
-    assert "3 networks" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 networks" in said and f"only the largest connected component of {NAMES[0]} was kept" in said
     segmenter = predict.open_segmenter(tmp_path / "net.pt", "cpu")
     assert segmenter.largest == (1,) and len(segmenter.predictor.models) == FOLDS
     tile = torch.randn(1, 1, 16, 16, 16)

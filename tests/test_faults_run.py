@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,12 +40,14 @@ from training import (
     weights,
 )
 
-from unet3d.base import signals
+from unet3d.base import progress, signals
 from unet3d.base.errors import Preempted
 from unet3d.cli import lifecycle, training_job
 from unet3d.config.schema import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
+from unet3d.memory import preflight
+from unet3d.report import plots
 from unet3d.run import validator
 from unet3d.training import checkpoint, trainer
 
@@ -251,10 +254,119 @@ def test_deferred_signals_wait_and_interruptible_work_stops() -> None:
             assert stop() and stop.asked is signal.SIGUSR1
             with pytest.raises(Preempted, match="SIGUSR1"), stop.interruptible():
                 pytest.fail("work that need not begin")
-        send(signal.SIGTERM)  # asked already
-        send(signal.SIGINT)
+        with pytest.raises(Preempted, match="SIGUSR1"):
+            send(signal.SIGTERM)  # asked already
+        with stop.deferred():
+            send(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
+
+class Released:
+    """Sends a signal as it is collected: what the handler raises then, Python swallows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        send(self.number)
+
+
+def generator_that_is_released(number: int) -> Iterator[None]:
+    """Send a signal in the `finally` of a generator that nobody refers to any more."""
+    try:
+        yield
+    finally:
+        send(number)
+
+
+def lose(number: int, way: str) -> None:
+    """Send a signal whose exception nobody gets."""
+    if way == "weakref":
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: send(number))
+        del thing
+        assert reference() is None
+    elif way == "generator":
+        next(generator_that_is_released(number))
+    elif way == "library":
+        with suppress(BaseException):
+            send(number)
+    else:
+        Released(number)
+
+
+class Thing:
+    """Something that can be referred to weakly."""
+
+
+def one_window() -> None:
+    list(progress.parts([0]))
+
+
+def one_case() -> None:
+    with progress.counting("scoring", 2) as counter:
+        counter.advance()
+
+
+def one_picture() -> None:
+    plots.save_picture(plots.blank(1, 1), Path("unused.png"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("way", ["weakref", "del", "generator", "library"])
+@pytest.mark.parametrize("border", [one_window, one_case, one_picture, progress.beat])
+def test_a_signal_that_python_swallows_ends_the_work_at_the_next_border(way: str, border: Callable[[], None]) -> None:
+    with pytest.raises(Preempted, match="SIGUSR1"), signals.stopping() as stop:
+        lose(signal.SIGUSR1, way)
+        assert stop()
+        with stop.deferred():
+            signals.raise_again()  # a step is finished first
+        border()
+    one_window()  # nobody waits for a signal any more
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("way", ["weakref", "del", "generator", "library"])
+def test_a_further_signal_raises_again_but_not_while_the_first_is_under_way(way: str) -> None:
+    with pytest.raises(Preempted), signals.stopping():
+        lose(signal.SIGTERM, way)
+        send(signal.SIGTERM)
+    cleaned_up = []
+    with pytest.raises(Preempted, match="SIGTERM"), signals.stopping(), closing(cleaning_up(cleaned_up)) as work:
+        next(work)
+        try:
+            send(signal.SIGTERM)
+        finally:
+            send(signal.SIGHUP)
+            one_case()
+            cleaned_up.append("finally")
+    assert cleaned_up == ["finally", "generator"]
+
+
+def cleaning_up(cleaned_up: list[str]) -> Generator[None]:
+    try:
+        yield
+    finally:
+        send(signal.SIGUSR2)
+        signals.raise_again()
+        cleaned_up.append("generator")
+
+
+def lost_in_prediction() -> None:
+    """The memory prediction swallows a signal, as torch's weak dictionaries of fake tensors have."""
+
+    def swallow() -> None:
+        with suppress(BaseException):
+            send(signal.SIGTERM)
+
+    call(preflight, "preflight", 1, swallow)
+
+
+def test_a_signal_that_the_memory_prediction_swallows_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    done = train(tmp_path, *TINY, "hydra.run.dir=run", hook=lost_in_prediction)
+    assert done.code == exit_code(tmp_path / "run") == 75 and "SIGTERM" in done.err, done.err
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def failing_scontrol(place: Path) -> dict[str, str]:

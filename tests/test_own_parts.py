@@ -312,7 +312,7 @@ def test_a_transform_that_changes_sizes_is_refused(place: Path) -> None:
 def keep_words() -> None:
     """Keep what a sweep would start a process for each job with, and let the job be done."""
 
-    def keep(command: list[str]) -> tuple[int, bool]:
+    def keep(command: list[str], log: object) -> tuple[int, bool]:
         Path("words.json").write_text(json.dumps(command))
         lifecycle.write_end(Path("sweep/0"), "done", 0)
         return 0, False

@@ -175,7 +175,7 @@ def test_label_maps_are_those_that_predict_makes_of_the_last_checkpoint(
     images = [path for path in place.glob("phantom/*/imagesTr/*.nii.gz") if path.name in found]
     assert len(images) == len(found) > 0
     assert face("predict", run / "checkpoints" / "last.pt", *images, "-o", tmp_path / "made") == 0
-    assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == found
+    assert {path.name: path.read_bytes() for path in (tmp_path / "made").glob("*.nii*")} == found
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_predict_writes_probabilities_on_request_and_replaces_neither_file_unask
     best, name = whole / "checkpoints" / "last.pt", path.name.removesuffix(".nii.gz")
     words = ["predict", best, path, "-o", tmp_path / "out", "--probabilities"]
     assert face(*words) == 0
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [path.name, f"{name}_probabilities.nii"]
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.nii*")) == [path.name, f"{name}_probabilities.nii"]
     scores = nib.load(tmp_path / "out" / f"{name}_probabilities.nii")
     found, stored = np.asanyarray(scores.dataobj), nib.load(tmp_path / "out" / path.name)
     assert np.allclose(found.sum(-1), 1, atol=1e-5) and np.array_equal(found.argmax(-1), stored.dataobj)
@@ -458,6 +458,72 @@ def test_a_shard_is_the_same_cases_in_whatever_order_the_files_are_named(scans: 
     assert [[len(case.images) for case in cases] for cases, _ in found] == [[2], [2]]
     assert [[case.id for case in cases] for cases, _ in found] == [["x"], ["y"]]
     assert predict.find_cases(scans, 1, shard=(8, 9)) == ([], [])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What `predict` says, once, of what it does not write."""
+    assert face("predict", *words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and "--overwrite" in printed.err
+    return printed.err
+
+
+def test_label_maps_of_others_are_neither_skipped_nor_replaced(
+    whole: Path, scans: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another network, of other options, of another image of the name, of another program; and of nobody knows."""
+    last, out, path = whole / "checkpoints" / "last.pt", tmp_path / "out", tmp_path / "a.nii.gz"
+    shutil.copy(scans[0], path)
+    state = checkpoint.load_checkpoint(last)
+    name = next(iter(state["model"]))
+    state["model"][name] = state["model"][name] * 1.5
+    checkpoint.save_checkpoint(tmp_path / "other.pt", state)
+    shutil.copy(last, tmp_path / "copied.pt")
+    assert face("predict", last, path, "-o", out) == 0
+    made = (out / "a.nii.gz").read_bytes()
+    for same in (last, tmp_path / "copied.pt"):
+        assert face("predict", same, path, "-o", out, "--batch", "2") == 0
+    capsys.readouterr()
+    assert str(last) in refusal(capsys, tmp_path / "other.pt", path, "-o", out)
+    assert "overlap 0.5, not 0.25" in refusal(capsys, last, path, "-o", out, "--overlap", "0.25")
+    assert "mirror" in refusal(capsys, last, path, "-o", out, "--mirror")
+    shutil.copy(scans[1], path)
+    assert "other images" in refusal(capsys, last, path, "-o", out)
+    shutil.copy(scans[0], path)
+    assert (out / "a.nii.gz").read_bytes() == made
+    assert face("predict", tmp_path / "other.pt", path, "-o", out, "--overwrite") == 0
+    assert face("predict", tmp_path / "other.pt", path, "-o", out) == 0
+    capsys.readouterr()
+    assert "another network" in refusal(capsys, last, path, "-o", out)
+    shutil.copy(scans[2], out / "a.nii.gz")
+    assert "changed or replaced" in refusal(capsys, tmp_path / "other.pt", path, "-o", out)
+    (out / "predictions.jsonl").write_text('{"file": "a.nii.gz"}\n[]\n{"cut')
+    assert "which network" in refusal(capsys, last, path, "-o", out)
+    (out / "a.nii.gz").rename(out / "a_probabilities.nii")
+    assert "a_probabilities.nii" in refusal(capsys, last, path, "-o", out, "--probabilities")
+
+
+def test_a_network_killed_as_it_replaced_another_s_label_maps_goes_on_with_them(
+    whole: Path, scans: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last, best, out = whole / "checkpoints" / "last.pt", tmp_path / "best.pt", tmp_path / "out"
+    state = checkpoint.load_checkpoint(last)
+    for name in state["model"]:
+        state["model"][name] = state["model"][name] * 1.5 + 0.01
+    checkpoint.save_checkpoint(best, state)
+    assert face("predict", last, *scans[:2], "-o", out, "--probabilities") == 0
+    words = [str(word) for word in ("predict", best, *scans[:2], "-o", out, "--probabilities")]
+    child = forked(predict_and_die, [*words, "--overwrite"], 2)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    capsys.readouterr()
+    assert "another network" in refusal(capsys, last, *scans[:2], "-o", out)
+    assert face(*words) == 0 and "1 label map written, 1 skipped" in capsys.readouterr().out
+    assert face(*words[:-2], tmp_path / "all", "--probabilities") == 0
+    assert {p.name: p.read_bytes() for p in out.glob("*.nii*")} == {
+        p.name: p.read_bytes() for p in (tmp_path / "all").glob("*.nii*")
+    }
 
 
 @pytest.mark.parametrize("shard", ["3/3", "a/b", "0/0", "1", "-1/2", "1/2/3", "", "²/3", "0/" + "9" * 5000])

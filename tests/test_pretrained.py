@@ -102,6 +102,14 @@ def test_heads_are_new_where_no_class_has_a_name_in_common(net: Path, capsys: Ca
     assert "air, x, y" in line and there in line
 
 
+def test_a_head_with_a_new_row_is_not_said_to_have_nothing_new(net: Path, capsys: Capture) -> None:
+    one = checkpoint.load_checkpoint(net)["classes"][1]
+    opened(net, "data.label_map={1:1,2:[2,3]}", f"data.classes=[air,{one},whole]")
+    *_, counts, rows = capsys.readouterr().out.splitlines()
+    assert "2 of output layers matched by class name (1 of 3 rows new)" in counts and "nothing" not in counts
+    assert rows.endswith("whole new")
+
+
 def test_a_class_without_a_source_has_a_new_row() -> None:
     assert class_sources(("b", "x", "y", "z"), ("air", "y", "w", "x+z")) == {0: [0], 1: [2], 3: [1, 3]}
     assert class_sources(("b", "x"), ("b", "x+w")) == class_sources(("b", "x"), ("b", "b", "w")) == {}

@@ -247,7 +247,7 @@ def test_folds_do_not_matter_where_there_is_no_fold(pair: list[Path], finished: 
 def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: Path) -> None:
     state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
     state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
-    state["channels"] = ["T1", "T2"]
+    state["channels"], state["seen"] = ["T1", "T2"], None
     checkpoint.save_checkpoint(tmp_path / "two.pt", state)
     with pytest.raises(UserError, match=r"two\.pt: .*\b2\b.*background, .*\b1\b"):
         publish.score(tmp_path / "two.pt", compose.compose(overrides(finished)), tmp_path / "out")
@@ -276,6 +276,15 @@ def test_classes_of_equal_names_from_other_labels_are_warned_of(
     assert line.count("\n") == 1 and re.search(r"other\.pt: .*\{1:2,2:1,3:3\}.*\{1:1,2:2,3:3\}", line)
 
 
+def test_scores_by_another_form_than_in_training_are_warned_of(
+    pair: list[Path], finished: Path, capsys: Capture
+) -> None:
+    change(pair[1], "config", "data", "affine", value="qform")
+    line = warnings_of(pair[1], capsys, *overrides(finished, "data.affine=sform"))
+    assert re.search(r"other\.pt: .*data\.affine=qform.*sform$", line) and line.count("\n") == 1
+    assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
+
+
 def test_a_label_map_that_changes_no_class_is_not_warned_of(pair: list[Path], finished: Path, capsys: Capture) -> None:
     assert warnings_of(pair[1], capsys, *overrides(finished, "data.label_map={1:1,2:[2],3:3}")) == ""
 
@@ -300,7 +309,7 @@ def test_channels_of_other_names_are_warned_of(
     first = next(name for name, value in state["model"].items() if value.dim() == 5 and value.shape[1] == 1)
     for weights in (state["model"], state["average"]):
         weights[first] = weights[first].repeat(1, 2, 1, 1, 1)
-    checkpoint.save_checkpoint(tmp_path / "two.pt", state | {"channels": ["T1", "T2"]})
+    checkpoint.save_checkpoint(tmp_path / "two.pt", state | {"channels": ["T1", "T2"], "seen": None})
     words = ["data=decathlon", f"data.root={two_channels(source, tmp_path / 'set')}", "device=cpu"]
     assert re.search(r"two\.pt: .*T1, T2.*T2, T1", warnings_of(tmp_path / "two.pt", capsys, *words))
 
@@ -325,8 +334,9 @@ def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
     for name, shape in (("b_0001", (4, 4, 4)), ("b_0000", (4, 4, 4)), ("patient_0001", (4, 4, 4, 2))):
         nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
     files = [tmp_path / f"{name}.nii.gz" for name in ("b_0001", "b_0000", "patient_0001")]
-    found = {case.id: case.images for case in predict.find_cases(files, 2)[0]}
-    assert found == {"b": (files[1], files[0]), "patient_0001": (files[2],)}
+    for given in (files, files[1:], [files[0], files[2]]):  # also a channel that was not named, but lies there
+        found = {case.id: case.images for case in predict.find_cases(given, 2)[0]}
+        assert found == {"b": (files[1], files[0]), "patient_0001": (files[2],)}
     files[0].rename(tmp_path / "b_0002.nii.gz")
     cases, (problem,) = predict.find_cases([tmp_path], 2)
     assert [case.id for case in cases] == ["patient_0001"], "what is wrong with one case stops no other"
@@ -394,13 +404,84 @@ def test_training_cases_among_those_that_are_scored_are_warned_of(
     assert re.search(rf"other\.pt: .*\b1\b.*\b1\b.*\b{case}$", warning) and warning.count("\n") == 1
 
 
-def test_predict_replaces_no_image(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    path = tmp_path / "a.nii.gz"
+@pytest.mark.parametrize("name", ["a.nii.gz", "a.nii"])
+def test_predict_writes_nothing_among_its_images(finished: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+    """A label map there would be an image of the next prediction, or one of two files of a name."""
+    path = tmp_path / name
     nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
     before = path.read_bytes()
-    assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path, "--overwrite") == 2
-    assert capsys.readouterr().err.startswith(f"error: {path}: ")
-    assert path.read_bytes() == before
+    best, made = finished / "checkpoints" / "last.pt", tmp_path / "a.nii.gz"
+    for given, out in ((tmp_path, tmp_path), (path, made)):
+        assert face("predict", best, given, "-o", out, "--overwrite") == 2
+        assert capsys.readouterr().err.startswith(f"error: {made}: ")
+    assert [one.name for one in tmp_path.iterdir()] == [name] and path.read_bytes() == before
+
+
+def test_a_single_label_map_is_the_file_that_is_named(finished: Path, tmp_path: Path, capsys: Capture) -> None:
+    best = finished / "checkpoints" / "last.pt"
+    for name in ("a", "b"):
+        nib.save(nib.Nifti1Image(np.eye(9, dtype=np.float32)[None], np.eye(4)), tmp_path / f"{name}.nii")
+    for name in ("out.nii.gz", "new/out.nii"):
+        assert face("predict", best, tmp_path / "a.nii", "-o", tmp_path / name) == 0
+        assert nib.load(tmp_path / name).shape == (1, 9, 9)
+    capsys.readouterr()
+    for out, given, more in (
+        ("many.nii.gz", [tmp_path / "a.nii", tmp_path / "b.nii"], []),
+        ("part.nii.gz", [tmp_path / "a.nii"], ["--shard", "0/2"]),
+        ("out.nrrd", [tmp_path / "a.nii"], []),
+    ):
+        assert face("predict", best, *given, "-o", tmp_path / out, *more) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"error: -o {tmp_path / out}: ") and line.count("\n") == 1
+        assert not (tmp_path / out).exists()
+
+
+def test_predict_names_the_classes_of_which_it_keeps_one_component(
+    finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    publish.publish([finished / "checkpoints" / "last.pt"], tmp_path / "net.pt", largest=[1, 3])
+    nib.save(nib.Nifti1Image(np.eye(9, dtype=np.float32)[None], np.eye(4)), tmp_path / "a.nii")
+    assert face("predict", tmp_path / "net.pt", tmp_path / "a.nii", "-o", tmp_path / "out") == 0
+    assert capsys.readouterr().out.endswith("; only the largest component is kept of: organ, lesion\n")
+
+
+def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Also by a published file of several networks, and by none that does not know."""
+    image = nib.load(next(finished.parent.glob("data/phantom/*/imagesTr/*.nii.gz")))
+    wide = nib.Nifti1Image(np.asanyarray(image.dataobj), image.affine @ np.diag([1, 1, 2, 1]))
+    nib.save(image, tmp_path / "alike.nii.gz"), nib.save(wide, tmp_path / "wide.nii.gz")
+    last = finished / "checkpoints" / "last.pt"
+    publish.publish([last, last], tmp_path / "both.pt")
+    state = checkpoint.load_checkpoint(last)
+    del state["seen"]
+    checkpoint.save_checkpoint(tmp_path / "old.pt", state)
+    publish.publish([tmp_path / "old.pt"], tmp_path / "older.pt")
+    for path, count in ((last, 1), (tmp_path / "both.pt", 1), (tmp_path / "older.pt", 0)):
+        for name in ("alike", "wide"):
+            found = predict.find_cases([tmp_path / f"{name}.nii.gz"], 1)[0]
+            predict.open_segmenter(path, "cpu").labels(found[0])
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == count
+        assert all(re.match(r"warning: wide: .*\bspacing\b.*\bin training\b", line) for line in lines)
+
+
+def test_scores_are_of_labels_as_the_network_learned_them(
+    pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """The layout, classes and label map of the checkpoint, where neither the command nor its plan names others."""
+    learned = {"format": "decathlon", "label_map": {1: [1, 2, 3]}, "classes": ["background", "all"]}
+    state = checkpoint.load_checkpoint(pair[1])
+    for name, value in learned.items():
+        state["config"]["data"][name] = value
+    (root,) = finished.parent.glob("data/phantom/*/")
+    checkpoint.save_checkpoint(pair[1], state)
+    words = [f"data.root={root}", "device=cpu"]
+    (tmp_path / "plan.yaml").write_text("options: {data: {format: decathlon, label_map: null}}\n")
+    for more, taken in (([], True), (["data.label_map=null"], False), ([f"plan={tmp_path / 'plan.yaml'}"], False)):
+        assert face("score", pair[1], *words, *more, "-o", tmp_path / f"scores{len(str(more))}") == (2 if taken else 0)
+        printed = capsys.readouterr()
+        assert ("data.label_map={1:[1,2,3]}" in printed.out) == taken
+        assert not taken or re.search(r"other\.pt: .*\bbackground, all\b", printed.err)
 
 
 @without("unet3d.cli.predict.is_out_of_memory", no)
@@ -418,9 +499,9 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
 
     monkeypatch.setattr(predict.Segmenter, "to_file", refuse)
     assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: a: ") and "allocate 7 bytes" in printed and printed.count("\n") == 1
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
+    printed, *_ = capsys.readouterr().err.splitlines()
+    assert printed.startswith("error: a: ") and "allocate 7 bytes" in printed
+    assert [path.name for path in (tmp_path / "out").glob("*.nii*")] == ["b.nii.gz"]
 
 
 def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
@@ -432,10 +513,10 @@ def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
         nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), file)
     monkeypatch.setattr(predict, "accepted_contradictions", lambda case: [f"{case.id}: lies elsewhere"])
     assert face("predict", finished / "checkpoints" / "last.pt", files[0], "-o", tmp_path / "out", *files[1:]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    first, *_, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: a: 2 ") and "one/a.nii.gz" in first and "two/a.nii.gz" in first
     assert second == "warning: b: lies elsewhere"
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.nii.gz"]
+    assert [path.name for path in (tmp_path / "out").glob("*.nii*")] == ["b.nii.gz"]
 
 
 def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tmp_path: Path) -> None:
@@ -456,6 +537,41 @@ def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> 
         nib.save(stored, path)
     (line,) = predict.accepted_contradictions(Case("a", paths, None))
     assert line.startswith(f"a: {paths[0]}: ") and {"meter", "mm", "data.spacing"} <= {*re.findall(r"[\w.]+", line)}
+
+
+def two_sizes(path: Path) -> Path:
+    """An image of 1 mm by its sform, of 2 mm by its qform."""
+    stored = nib.Nifti1Image(np.random.default_rng(0).normal(size=(9, 9, 9)).astype(np.float32), np.diag([2, 2, 2, 1]))
+    stored.set_qform(stored.affine, code=1)
+    stored.header.set_sform(np.eye(4), code=2)
+    nib.save(type(stored)(stored.dataobj, None, stored.header), path)
+    return path
+
+
+def test_files_of_two_voxel_sizes_are_one_warning_and_read_as_in_training(
+    pair: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
+    """Label maps have the header of their image, from Python as in files."""
+    images = tmp_path / "images"
+    images.mkdir()
+    paths = [two_sizes(images / name) for name in ("a.nii", "B.NII.GZ")]
+    (images / "c.nrrd").touch()
+    for form in ("auto", "qform"):
+        change(pair[1], "config", "data", "affine", value=form)
+        network = unet3d.load(pair[1], "cpu")
+        assert network.segmenter.affine == form
+        assert face("predict", pair[1], images, "-o", tmp_path / form, "--device", "cpu") == 0
+        labels = network.segment(paths[0])
+        lines = capsys.readouterr().err.splitlines()
+        assert [line[:9] for line in lines if "c.nrrd" in line] == ["warning: "]
+        warned = [line for line in lines if "1 x 1 x 1 mm by its sform, of 2 x 2 x 2 mm by its qform" in line]
+        assert len(warned) == 2 * (form == "auto"), "of the command, and of the function"
+        assert not warned or ("(2 such files)" in warned[0] and warned[1].startswith(f"warning: a: {paths[0]}: "))
+        written = nib.load(tmp_path / form / "a.nii.gz")
+        assert np.array_equal(written.affine, np.eye(4)) and np.array_equal(written.get_qform(), np.diag([2, 2, 2, 1]))
+        assert np.array_equal(labels.affine, np.eye(4)) and np.array_equal(labels.dataobj, written.dataobj)
+    with pytest.raises(UserError, match=r"other\.pt: .*last\.pt.*data\.affine"):
+        publish.publish([pair[0], pair[1]], tmp_path / "both.pt")
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:

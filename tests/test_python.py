@@ -88,7 +88,7 @@ def test_images_and_files_are_segmented_as_by_the_command(
     assert network.module(torch.zeros(1, 1, 16, 16, 16)).shape == (1, 4, 16, 16, 16)
     expected = np.asanyarray(predicted.dataobj)
     assert len(np.unique(expected)) > 1
-    for given in (image(), tmp_path / "a.nii.gz", [str(tmp_path / "a.nii.gz")]):
+    for given in (image(), [image()], tmp_path / "a.nii.gz", [str(tmp_path / "a.nii.gz")]):
         found = network.segment(given)
         assert np.array_equal(np.asanyarray(found.dataobj), expected) and found.get_data_dtype() == np.uint8
         assert np.allclose(found.affine, predicted.affine)
@@ -100,7 +100,8 @@ def test_an_array_is_segmented_as_an_image_with_its_spacing(trained: TrainedRun)
     labels = network.segment(voxels, (1.1, 0.9, 2.2))
     assert isinstance(labels, np.ndarray) and labels.dtype == np.uint8 and labels.any()
     assert np.array_equal(labels, np.asanyarray(network.segment(straight).dataobj))
-    assert np.array_equal(labels, network.segment(voxels[None], (1.1, 0.9, 2.2)))
+    for other in (voxels[None], voxels[..., None]):
+        assert np.array_equal(labels, network.segment(other, (1.1, 0.9, 2.2)))
 
 
 def test_an_array_with_its_affine_is_turned_as_a_file_is(trained: TrainedRun, predicted: nib.Nifti1Image) -> None:
@@ -203,6 +204,8 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
             r"segment\b.*\bcomplex64\b",
         ),
         ([voxels, voxels], None, r"segment\b.*\bC X Y Z\b"),
+        ([image(), "a.nii.gz"], None, r"segment\b.*\bC X Y Z\b"),
+        ([image(), image()], None, r"image\b.*\b2 channels\b.*\b1\b"),
         (3, None, r"segment\b.*\bint\b"),
     ):
         with pytest.raises(UserError, match=rf"^{line}[^\n]*$"):

@@ -107,6 +107,10 @@ def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple
     peak = json.loads((folder / "1" / "memory.json").read_text())["measured"]["peak_bytes"]
     assert int(rows[1]["peak_measured_bytes"]) == peak
     assert "SIGKILL" in done.stdout and f" {peak / 2**20:.1f} " in done.stdout
+    log = folder / "1" / "log.txt"
+    assert "For a methods section" in log.read_text() and "For a methods section" not in done.stdout
+    ends = rf"job 1: done; Dice.*; peak memory, measured {peak / 2**20:.1f} MiB; all of it: .*1/log.txt"
+    assert re.search(ends, done.stdout) and re.search(r"job 0: failed; all of it: .*sweep/0$", done.stdout, re.M)
     assert {path.name for path in folder.iterdir()} == {
         *("0", "1", "compare.csv", "compare.html", "multirun.yaml", "wandb"),
         *(f"{name}.{kind}" for name in ("compare", "curves") for kind in ("png", "svg")),

@@ -26,6 +26,7 @@ class Recorded:
     config: dict[str, Any]
     history: list[dict[str, Any]]
     summary: dict[str, Any]
+    summaries: list[tuple[int, dict[str, Any]]]  # each change, after so many records of the history
     files: set[str]
     step_metrics: dict[str, str]
     unsummarised: set[str]  # metrics that the summary leaves out
@@ -44,12 +45,18 @@ def read_file(path: Path) -> Recorded:
     """Return what a .wandb file holds; nested keys are dotted."""
     records = list(_records(path.read_bytes()))
     runs = [record.run for record in records if record.HasField("run")]
+    summaries, logged = [], 0
+    for record in records:
+        logged += record.HasField("history")
+        if record.HasField("summary"):
+            summaries.append((logged, _values(record.summary.update)))
     metrics = [record.metric for record in records if record.HasField("metric")]
     return Recorded(
         kinds={record.WhichOneof("record_type") for record in records},
         config=_values(item for run in runs for item in run.config.update),
         history=[_values(record.history.item) for record in records if record.HasField("history")],
         summary=_values(item for record in records for item in record.summary.update),
+        summaries=summaries,
         files={file.path for record in records for file in record.files.files},
         step_metrics={metric.name or metric.glob_name: metric.step_metric for metric in metrics},
         unsummarised={metric.name or metric.glob_name for metric in metrics if metric.summary.none},

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from field_networks import Entry
 
+from unet3d.memory.tables import phase_name
+
 GIB = 2**30
 BEGIN = "<!-- begin: python tests/bench/field.py --markdown docs/field.md -->"
 END = "<!-- end -->"
@@ -104,7 +106,7 @@ def kinds_table(entries: Sequence[Entry], results: Results) -> Iterator[str]:
 
 def phases_table(entries: Sequence[Entry], results: Results) -> Iterator[str]:
     """Yield the lines of peaks by phase."""
-    yield f"| network | plan | {' | '.join(PHASES)} | the peak is in |"
+    yield f"| network | plan | {' | '.join(map(phase_name, PHASES))} | the peak is in |"
     yield f"|---|---|{'---:|' * len(PHASES)}---|"
     for entry, plan, figures in plain_and_tiles(entries, results):
         sizes = [gib(figures["phases"][phase]) for phase in PHASES]

@@ -97,7 +97,7 @@ def read_all(data: Data) -> str:
     except UserError as error:
         return _refused([str(error)])
     quick = check_cases(task, task.cases, data, full=False).lines
-    headers, lines = check_cases(task, task.cases, data, full=True)
+    headers, lines, _ = check_cases(task, task.cases, data, full=True)
     assert {*quick} <= {*lines}, f"only the quick check says {quick}"
     problems = [line for line in lines if not line.startswith(WARNING)]
     try:

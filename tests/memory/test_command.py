@@ -114,7 +114,7 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached"]
     assert {row["exp"] for row in rows} == set(peaks)
-    assert (out / "figures" / "trace.png").exists()
+    assert (out / "figures" / "trace.png").exists() and (out / "figures" / "peaks.png").exists()
 
 
 def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
@@ -126,7 +126,9 @@ def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
     said = capsys.readouterr().out
     assert re.search(r"ckpt=2 +skipped", said) and "skipped: ckpt=2: compile=true and ckpt=2: " in said
     with (tmp_path / "peaks.csv").open() as file:
-        assert [bool(row["peak_bytes"]) for row in csv.DictReader(file)] == [True, False]
+        rows = list(csv.DictReader(file))
+    assert [bool(row["peak_bytes"]) for row in rows] == [True, False] and [row["ckpt"] for row in rows] == ["0", "2"]
+    assert max(map(len, said.split("skipped: ")[0].splitlines())) <= 80
     assert memory(*net[:-1], "ckpt=2", "recompute=lean,tiles") == 2
     found = capsys.readouterr()
     assert (
@@ -237,6 +239,20 @@ def test_any_network_is_explained_from_the_command_line(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
+def test_any_network_by_several_plans_stands_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--args", '{"init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}', "recompute=none,lean,tiles")
+    assert face("memory", *MODULE, *words) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("recompute=")]
+    assert [row[0] for row in rows] == ["recompute=none", "recompute=lean", "recompute=tiles"]
+    none, lean, tiles = (float(row[1]) for row in rows)
+    assert none > lean > tiles and len(rows[0]) == 3 and rows[1][-1].startswith("+")
+    assert face("memory", *MODULE, *words[:2], "recompute=lean") == 0
+    said = capsys.readouterr().out
+    assert f"predicted peak of a step: {lean} MiB" in said
+    assert re.search(r"^recompute=lean: \d+ % more forward work$", said, re.M)
+
+
+@pytest.mark.slow
 def test_any_network_has_the_allocators_sizes_as_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--args", '{"init_filters": 8, "blocks_down": [1, 1], "blocks_up": [1]}', "device=cuda")
     assert face("memory", *MODULE, *words, "-o", tmp_path / "out") == 0
@@ -253,9 +269,12 @@ def test_any_network_has_the_allocators_sizes_as_on_cuda(tmp_path: Path, capsys:
         ((*MODULE, "--args", '{"nope": 1}'), [f"--module {MODULE[1]}:", '--args {"nope": 1}', "TypeError"]),
         ((*MODULE, "--args", "{"), ["--args:", "JSON", "property name"]),
         ((*MODULE, "--args", "[1]"), ["--args [1]:"]),
-        ((*MODULE, "batch=3"), ["batch=3:", "--module", "amp", "amp_dtype", "device"]),
+        ((*MODULE, "batch=3"), ["batch=3:", "--module", "amp", "amp_dtype", "device", "recompute"]),
+        ((*MODULE, "recompute=auto"), ["recompute=auto:", "lean", "model.path="]),
+        ((*MODULE, "recompute=none,lean", "--below", "1GiB"), ["--below, ", "commas"]),
+        ((*MODULE[:3], "1x1x17x16x16"), ["SegResNet cannot take an image of 1x1x17x16x16", "1x1x24x16x16"]),
         ((*MODULE, "--half"), ["--half", "--curves"]),
-        ((*MODULE[:3], "1x3x16x16x16"), [f"--module {MODULE[1]}:", "--input 1x3x16x16x16"]),
+        ((*MODULE[:3], "1x3x16x16x16"), ["SegResNet cannot take an image of 1x3x16x16x16"]),
         ((*MODULE[:3], "16"), ["--input 16:", "1x1x96x96x96"]),
         (("--module", "json:loads", *MODULE[2:]), ["--module json:loads:", "--args {}", "TypeError"]),
         (("--module", "builtins:dict", *MODULE[2:]), ["--module builtins:dict:", "torch.nn.Module"]),

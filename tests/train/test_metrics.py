@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.training.metrics import CaseScore, Labels, Mask, csv_text, hausdorff95, score_case, summarise
+from unet3d.report.case_scores import case_table
+from unet3d.training.metrics import (
+    CaseScore,
+    Labels,
+    Mask,
+    both_csv_text,
+    csv_text,
+    hausdorff95,
+    score_case,
+    summarise,
+)
 
 NAMES = ("background", "left", "right")
 MM = (1.0, 1.0, 1.0)
@@ -44,6 +54,28 @@ def test_known_values() -> None:
     score = score_case("a", volume(0, 1, 1, 1), volume(1, 1, 1, 0), 2, MM)
     assert score.dice == (2 * 2 / 6,)
     assert score.iou == (2 / 4,)
+
+
+def test_a_score_of_0_that_no_class_in_the_truth_explains_has_a_note() -> None:
+    scores = [
+        score_case("empty", volume(0, 1, 2), volume(0, 0, 0), 3, MM),
+        score_case("left alone", volume(0, 1, 2), volume(0, 1, 0), 3, MM),
+        score_case("missed", volume(0, 0, 0), volume(0, 1, 2), 3, MM),
+        score_case("both empty", volume(0, 0, 0), volume(0, 0, 0), 3, MM),
+    ]
+    own = csv_text(scores, NAMES)
+    for text in (own, both_csv_text(scores, NAMES, own)):
+        rows = list(csv.DictReader(text.splitlines()))
+        notes = {row["case"]: row["note"] for row in rows}
+        assert notes == {
+            "empty": "no foreground in the truth",
+            "left alone": "no right in the truth",
+            "missed": "",
+            "both empty": "",
+        }
+        titles = [row[0] for row in case_table(rows).rows]
+        assert titles[:2] == ["empty (no foreground in the truth)", "missed"]
+    assert "note" not in csv_text(scores[2:], NAMES)
 
 
 def test_many_classes_do_not_wrap_around() -> None:
@@ -197,6 +229,8 @@ def test_means_leave_out_what_does_not_exist() -> None:
         "val/iou/right": None,
         "val/hd95_mm/left": 2.0,
         "val/hd95_mm/right": None,
+        "val/hd95_mm_cases/left": 1,
+        "val/hd95_mm_cases/right": 0,
     }
 
 

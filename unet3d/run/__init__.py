@@ -12,6 +12,7 @@ In reading order:
     checkpoint_manager  which checkpoints are kept; go on from the newest
     pretrained          `init=`: begin with the weights of another network
     predict             trained networks on files
+    origins             predictions.jsonl: which network wrote which label map
     publish             checkpoints for others: published, scored
     api                 `unet3d.load(...).segment(...)`
 """

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from unet3d.data.in_memory import ImageLike, Probabilities, returned, temporary_case
+from unet3d.data.in_memory import ImageLike, Probabilities, are_paths, returned, temporary_case
 from unet3d.memory.simulate import refuse_large_window
+from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import read_networks
-from unet3d.run.predict import Segmenter, segmenter
+from unet3d.run.predict import Segmenter, segmenter, stated_twice_in
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,12 +80,16 @@ class Network:
 
         `image`: an array X Y Z or C X Y Z, with its `affine` (4 x 4, from voxels to mm, as nibabel's), or with its
         `spacing` (mm) if its axes run right, anterior, superior; or an image of nibabel; or the path of a NIfTI file,
-        or a list of one file a channel. An array gives an array of uint8 or uint16, everything else an image of
-        nibabel. They equal what `python -m unet3d predict` writes for the same voxels, with the same `values`.
-        Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes of memory per voxel and class.
-        Of regions there are as many, none of the background. Raises UserError.
+        or a list of one file or image a channel. An array gives an array of uint8 or uint16, everything else an image
+        of nibabel; X Y Z 1 counts as X Y Z. They equal what `python -m unet3d predict` writes for the same voxels, with
+        the same `values`. Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes of memory per
+        voxel and class. Of regions there are as many, none of the background. Where an image is far from those of
+        training, a line on stderr says so. Raises UserError.
         """
-        with temporary_case(image, spacing, affine) as case:
+        with temporary_case(image, spacing, affine, len(self.channels)) as of_files:
+            case = of_files._replace(affine=self.segmenter.affine)
+            for line in stated_twice_in([case]):
+                warn(line if are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
             scores = Probabilities(case) if probabilities else None
             labels = returned(image, self.segmenter.labels(case, scores), case)
             if scores is None:

@@ -4,6 +4,7 @@ Resuming needs a training state, prediction (also scoring, publishing and `init=
 refused with CheckpointError, exit code 3, where no run of this package has written it.
 """
 
+import hashlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Data, Optim
 from unet3d.data.intensity import Intensity, checked_intensity
+from unet3d.data.seen import Seen
 from unet3d.training import checkpoint, optim
 
 Split = dict[str, Any]
@@ -39,6 +41,7 @@ class TrainedNetworks:
     weights: list[dict[str, Tensor]]  # of each network: a run's checkpoint holds one, a published one may hold several
     splits: list[Split]  # what was held out from each
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
+    seen: Seen | None = None  # what their training cases are like; None in files of earlier versions
 
     @property
     def regions(self) -> Regions | None:
@@ -49,6 +52,18 @@ class TrainedNetworks:
     def label_count(self) -> int:
         """Return the number of labels in their label maps, background with them."""
         return len(self.classes) if self.regions is None else self.regions.label_count
+
+    def digest(self) -> str:
+        """Return a digest of all that a label map follows from, but for options of inference."""
+        data = self.config.data
+        about = (self.config.model, self.intensity, self.classes, self.config.amp, self.config.amp_dtype)
+        options = (data.patch, data.spacing, data.affine, data.label_map, data.nonfinite, data.augment.mirror)
+        digest = hashlib.blake2b(repr((about, options)).encode(), digest_size=16)
+        for weights in self.weights:
+            for name, value in sorted(weights.items()):
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode(errors="backslashreplace"))
+                digest.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def instantiate(self, device: torch.device) -> list[nn.Module]:
         """Return the networks with their weights, for evaluation.
@@ -109,6 +124,7 @@ class Checkpoint:
         others = [dict(weights) for weights in state.get("others", [])]
         splits = [dict(split) for split in state.get("splits", [split_of(config.data)])]
         largest = tuple(state.get("largest", ()))
+        seen = state.get("seen")
         trained = TrainedNetworks(
             path=self.path,
             config=config,
@@ -119,6 +135,7 @@ class Checkpoint:
             weights=[first, *others],
             splits=splits,
             largest=largest,
+            seen=None if seen is None else Seen.read(seen, len(state["channels"])),
         )
         _refuse_contradictions(trained)
         return trained

@@ -2,9 +2,9 @@
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -137,7 +137,8 @@ def _predictor(config: Config, model_config: Model, learner: Learner, device: to
 
 def _training_state(config: Config, model_config: Model, data: PreparedData, learner: Learner) -> TrainingState:
     rests_on = fingerprint(data, learner.policy.dtype)
-    return TrainingState(config, model_config, rests_on, learner.model, learner.optimizer, learner.scaler)
+    parts = (learner.model, learner.optimizer, learner.scaler)
+    return TrainingState(config, model_config, rests_on, *parts, data.read.seen)
 
 
 def _restore(config: Config, checkpoints: CheckpointManager, state: TrainingState) -> Origin:
@@ -160,13 +161,25 @@ def _start_folder(
     record = pretrained.record() if pretrained is not None else None
     run_folder.start_folder(folder, config, device, record)
     split = {"train": data.train, "val": data.val}  # as data.split reads it
-    write_json(folder / "split.json", {use: [case.id for case in cases] for use, cases in split.items()})
+    parts: dict[str, Any] = {use: [case.id for case in cases] for use, cases in split.items()}
+    write_json(folder / "split.json", parts | {"data": _about_data(data)})
     loggers = open_loggers(config, folder)
     grid = ""
     if has_own_grids(data, config.data):
         grid = f"at {run_folder.spacing_words(config.data.spacing)}"
     loggers.add(TerminalLogger(config.steps, switches=rules.switches_of(config), grid=grid))
     return loggers
+
+
+def _about_data(data: PreparedData) -> dict[str, Any]:
+    """Return what of the data set the config does not say, for the report."""
+    dataset = data.dataset
+    return {
+        "classes": dataset.classes,
+        "channels": dataset.channels,
+        "intensity": [asdict(rule) for rule in data.read.intensity],
+        "ignore": dataset.ignore,
+    }
 
 
 def _trainer(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,17 @@ from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.components import largest_components
-from unet3d.data.file_names import in_order, refuse_long, volumes_in, without_channel
-from unet3d.data.grids import contradictions, foreign_units
+from unet3d.data.file_names import backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
+from unet3d.data.forms import in_one_line
+from unet3d.data.grids import Grid, contradictions, foreign_units
+from unet3d.data.headers import stated_twice
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.labels import region_words, written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, stem
 from unet3d.data.nifti_write import save_labels, saving_scores
 from unet3d.data.restore import ProbabilityMaps, to_original
+from unet3d.data.seen import Seen
 from unet3d.data.volume import Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map
 from unet3d.report.loggers import warn
@@ -45,10 +48,14 @@ class Segmenter:
     intensity: tuple[Intensity, ...]
     spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
     rules: ValidationRules = STRICT
+    affine: str = "auto"  # data.affine of training: how headers are read
     by_channel: bool = False  # files are of one channel each, and named so, even a single one
     values: tuple[int, ...] | None = None  # of the classes, or regions' labels, in label maps; None: their numbers
     written: str = ""  # these values and the classes' names, in words
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
+    kept: str = ""  # their names
+    seen: Seen | None = None  # what the training cases were like
+    origin: dict[str, Any] = dataclasses.field(default_factory=dict)  # a digest, and options that change label maps
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
         """Segment one case; write class probabilities to `scores`. Return the case on the network's grid.
@@ -91,8 +98,14 @@ class Segmenter:
         return volume
 
     def _strips(self, volume: Volume, case: Case) -> Iterator[ProbabilityBlock]:
-        image = torch.from_numpy(normalise(volume.image, self.intensity))
-        return self.predictor.strips(image, case.named)
+        image = normalise(volume.image, self.intensity)
+        if self.seen is not None:
+            x, y, z = image.shape[1:]
+            grid = Grid((x, y, z), volume.affine)
+            differences = list(self.seen.differences(image, self.intensity, grid, self.spacing is not None))
+            if differences:
+                warn(f"{case.id}: {'; '.join(differences)}")
+        return self.predictor.strips(torch.from_numpy(image), case.named)
 
 
 def save_prediction(
@@ -114,7 +127,7 @@ def save_prediction(
     and `values` are of its labels. The headers of `files`, which have been opened, are not read again. Raises
     UserError, OSError.
     """
-    like = (files or ImageFiles()).header(case.id, case.images[0])
+    like = (files or ImageFiles()).header(case, case.images[0])
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
         labels = to_original(strips, case, spacing, open_scores, like, regions)
     labels = largest_components(labels, largest)
@@ -157,10 +170,19 @@ def segmenter(
         intensity=trained.intensity,
         spacing=config.data.spacing,
         rules=ValidationRules.of(config.data),
+        affine=config.data.affine,
         by_channel=config.data.format == "nnunet",
         values=written_values(config.data, trained.label_count),
         written=_written(config, trained),
         largest=trained.largest,
+        kept=", ".join(trained.classes[number] for number in trained.largest),
+        seen=trained.seen,
+        origin={
+            "network": trained.digest(),
+            "overlap": config.inference.overlap,
+            "mirror": config.inference.mirror,
+            "components": list(trained.largest),
+        },
     )
 
 
@@ -221,9 +243,18 @@ def accepted_contradictions(case: Case) -> list[str]:
 
     These are contradictions between its files, and lengths that are not in mm.
     """
-    opened = {path: open_image(case.id, path) for path in case.images}
+    opened = {path: open_image(case.id, path, case.affine) for path in case.images}
     errors = (*contradictions(case, opened), *foreign_units(case, opened))
     return [str(error) for error in errors]
+
+
+def stated_twice_in(cases: Iterable[Case]) -> list[str]:
+    """Return a line for all files that state two voxel sizes, if there are any; unreadable ones are reported later."""
+    lines = list[str]()
+    for case in cases:
+        with suppress(UserError):
+            lines += stated_twice(case, {path: open_image(case.id, path, case.affine) for path in case.images})
+    return in_one_line(lines, "data.affine of training decides; write the true size into the headers")
 
 
 def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -242,11 +273,13 @@ def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
             elif path.exists():
                 problems.append(f"{path}: neither file nor folder")
             else:
-                problems.append(f"{path}: no such file or folder")
+                problems.append(f"{path}: no such file or folder{backslashes(path)}")
         except OSError as error:
             problems.append(f"{path}: cannot be read ({error.strerror})")
     if not files and not problems:
-        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}")
+        unread = other_volumes(inputs)
+        remedy = f"; {unread}" if unread else ""
+        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}{remedy}")
     return files, problems
 
 
@@ -255,49 +288,66 @@ def find_cases(
     count: int,
     by_channel: bool = False,
     shard: tuple[int, int] = (0, 1),
+    affine: str = "auto",
 ) -> tuple[list[Case], list[str]]:
     """Return the files, also the NIfTI files of folders, as cases of `count` channels, and a line for each problem.
 
     A case has one file with all channels, or one for each, named `_0000`, `_0001` .. Of a `shard` (i, n) every n-th
-    case by name, from the i-th on: the n shards are disjoint and hold all cases.
+    case by name, from the i-th on: the n shards are disjoint and hold all cases. `affine` is data.affine of training.
     """
     files_of: dict[str, list[Path]] = {}
     files, problems = files_in(inputs)
+    unread = other_volumes([path for path in inputs if path.is_dir()])
+    if unread:
+        warn(unread)
     for file in files:
-        files_of.setdefault(_case_name(file, count, by_channel), []).append(file)
+        files_of.setdefault(_case_name(file, count, by_channel, affine), []).append(file)
     index, shards = shard
     cases = []
     for name in sorted(files_of)[index::shards]:
         try:
-            cases.append(_case(name, files_of[name], count))
+            cases.append(_case(name, files_of[name], count)._replace(affine=affine))
         except UserError as error:
             problems.append(str(error))
     return cases, problems
 
 
-def _case_name(file: Path, count: int, by_channel: bool) -> str:
+def _case_name(file: Path, count: int, by_channel: bool, affine: str) -> str:
     """Return the name of the case that a file belongs to, for a network of `count` channels."""
     name = stem(file)
     if count == 1:
         return name.removesuffix("_0000") if by_channel else name
-    return name if _is_whole(file, count) else without_channel(name)
+    return name if _is_whole(file, count, affine) else without_channel(name)
 
 
 def _case(name: str, files: Sequence[Path], count: int) -> Case:
     """Return the files of one name as a case. Raises UserError."""
     listed = ", ".join(map(str, files))
     refuse_long(files[0].parent, name)
-    file_names = {file.name for file in files}
-    if len(files) > count > 1 and len(file_names) == len(files):
+    stems = {stem(file) for file in files}
+    if len(files) > count > 1 and len(stems) == len(files):
         raise UserError(f"{name}: has {len(files)} files ({listed}); this network takes {count} channels")
     if len(files) > count:
         raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
-    return Case(name, in_order(name, files, count), None)
+    return Case(name, in_order(name, _with_channels(name, files, count), count), None)
 
 
-def _is_whole(file: Path, count: int) -> bool:
+def _with_channels(name: str, files: Sequence[Path], count: int) -> list[Path]:
+    """Return one channel's files with those of the others that lie there, but were not given. Raises UserError."""
+    given = {stem(file) for file in files}
+    wanted = {f"{name}_{channel:04d}" for channel in range(count)}
+    found = list(files)
+    if count > 1 and given < wanted:
+        with suppress(OSError):
+            found += [file for file in volumes_in(files[0].parent) if stem(file) in wanted - given]
+    if len(found) > count:
+        raise UserError(f"{name}: {', '.join(map(str, found))}: two files of one channel; give those to segment")
+    return found
+
+
+def _is_whole(file: Path, count: int, affine: str) -> bool:
     """Return whether a file holds all channels of a case; a file that cannot be read is reported later."""
     try:
-        return channels(open_image(stem(file), file)) == count
+        return channels(open_image(stem(file), file, affine)) == count
     except UserError:
         return False

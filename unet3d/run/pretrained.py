@@ -267,13 +267,17 @@ def _report(
     which = " (the first of its networks)" if len(trained.weights) > 1 else ""
     count = len(pretrained.weights)
     total = count + len(pretrained.head_rows) + len(pretrained.new)
-    by_class = f", {len(pretrained.head_rows)} by class" if pretrained.head_rows else ""
-    loaded = f"{count} of {total} tensors loaded{_rate(pretrained)}{by_class}"
-    yield f"init={trained.path}{which}: {loaded}; {_new_names(pretrained.new)}"
-    if not _are_other_outputs(trained, dataset):
-        return
     there = trained.classes if trained.regions is None else trained.classes[1:]
     here = dataset.classes if dataset.regions is None else dataset.classes[1:]
+    loaded = f"{count} of {total} tensors loaded{_rate(pretrained)}"
+    new_rows = len(here) - len(sources) if pretrained.head_rows else 0
+    if pretrained.head_rows:
+        rows = f"{new_rows} of {len(here)} rows new" if new_rows else f"all {len(here)} rows"
+        loaded += f", {len(pretrained.head_rows)} of output layers matched by class name ({rows})"
+    new = [_new_names(pretrained.new)] if pretrained.new or not new_rows else []
+    yield f"init={trained.path}{which}: {'; '.join([loaded, *new])}"
+    if not _are_other_outputs(trained, dataset):
+        return
     if pretrained.head_rows:
         origin = _row_origins(there, here, sources)
     else:

@@ -1,13 +1,14 @@
 """Checkpoints for others: published without paths, scored on labelled cases."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from unet3d.base.errors import UserError, not_saved
+from unet3d.base.errors import UserError, escaped, not_saved
 from unet3d.base.files import write_text
-from unet3d.config import compose
+from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
@@ -17,6 +18,7 @@ from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector, to_original
+from unet3d.data.seen import Seen
 from unet3d.data.splits import split
 from unet3d.data.validate import sound_headers
 from unet3d.data.volume import is_resampled
@@ -34,9 +36,15 @@ PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of 
 PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published, besides those of data that name files
 SAME = (  # how a network sees images, and what its classes are
     *("model.", "inference.overlap", "inference.mirror", "amp"),
-    *("data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
+    *("data.affine", "data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
 )
 SCORES = "scores.csv"
+# Options that say how files are read, and what their labels are: a checkpoint knows them.
+AS_LEARNED = (
+    *("data.format", "data.classes", "data.label_map", "data.regions", "data.regions_class_order"),
+    *("data.ignore", "data.spacing"),
+)
+LABELS = frozenset(("data.classes", "data.label_map", "data.regions"))  # whoever gives one of them means the rest, too
 
 
 class Publication(NamedTuple):
@@ -70,7 +78,10 @@ def publish(
         for held_out in networks.splits:
             splits.append(_without_paths(held_out))
     first, *others = weights
-    state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits}
+    records = [publication.networks.seen for publication in publications]
+    known = [record for record in records if record is not None]
+    seen = asdict(Seen.merged(known)) if known else None
+    state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits, "seen": seen}
     if largest is not None:
         state["largest"] = list(largest)
     checkpoint.save_checkpoint(out, state)
@@ -109,20 +120,29 @@ def _refuse_different(publication: Publication, first: Publication) -> None:
         raise UserError(f"{paths} in {', '.join(different)}; publish it alone")
 
 
-def score(path: Path, config: Config, out: Path, model_path: str | None = None) -> str:
+def score(
+    path: Path,
+    config: Config,
+    out: Path,
+    model_path: str | None = None,
+    given: Collection[str] = AS_LEARNED,
+) -> str:
     """Score the cases that `config` holds out, predicted as the checkpoint says, in out/scores.csv. Return its title.
 
-    Scores are on the files' own grids, and where the network's grid is another, on that too.
+    Options AS_LEARNED that are not `given` are those of the checkpoint, of which a line is printed. Scores are on the
+    files' own grids, and where the network's grid is another, on that too.
     """
     if config.data.semi:
         raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
     if (out / SCORES).exists():
         raise UserError(f"{out / SCORES}: is there already; give another folder")
-    dataset = read_dataset(config.data)
-    _, held_out = split(dataset, config.data)
     source = Checkpoint.read(path)
     networks = source.networks()
     refuse_other_network(networks, model_path)
+    config = replace(config, data=_read_as_learned(networks, config.data, given))
+    rules.check(config)
+    dataset = read_dataset(config.data)
+    _, held_out = split(dataset, config.data)
     _refuse_other_dataset(networks, dataset)
     _warn_of_other_names(networks, dataset, config.data)
     sound_headers(dataset, held_out, config.data, ImageFiles())
@@ -140,6 +160,32 @@ def score(path: Path, config: Config, out: Path, model_path: str | None = None) 
     return _title(source, networks, has_own_grids)
 
 
+def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection[str]) -> Data:
+    """Return the options with those of the checkpoint that are not given; data.affine counts as given unless auto.
+
+    Prints which it takes, and warns of another data.affine. Options that follow from a given one are not taken.
+    """
+    learned = networks.config.data
+    taken = dict[str, Any]()
+    for option in AS_LEARNED:
+        name = option.removeprefix("data.")
+        is_of_labels = name not in ("format", "spacing", "ignore")
+        is_given = option in given or (is_of_labels and not LABELS.isdisjoint(given))
+        if not is_given and getattr(learned, name) != getattr(options, name):
+            taken[name] = getattr(learned, name)
+    if taken:
+        words = [
+            as_option(label_sources(value)) if name == "label_map" and value else f"data.{name}={value}"
+            for name, value in taken.items()
+        ]
+        print(escaped(f"{networks.path}: as it learned: {', '.join(words)}"), flush=True)
+    if options.affine == "auto":
+        taken["affine"] = learned.affine
+    elif options.affine != learned.affine and (learned.affine, options.affine) != ("auto", "sform"):
+        warn(f"{networks.path}: it learned with data.affine={learned.affine}, and is scored with {options.affine}")
+    return replace(options, **taken)
+
+
 def _scores(
     segmenter: Segmenter,
     held_out: Sequence[Case],
@@ -148,8 +194,8 @@ def _scores(
     has_own_grids: bool,
 ) -> str:
     """Return scores.csv of the cases; where files have grids of their own, these come first."""
-    rules = ValidationRules.of(options)
-    reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=rules)
+    accepted = ValidationRules.of(options)
+    reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=accepted)
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:

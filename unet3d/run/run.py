@@ -34,11 +34,11 @@ from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
 from unet3d.data.prepare import PreparedData, Read
 from unet3d.memory import out_of_memory
-from unet3d.memory.meter import CudaMeter, LedgerMeter
+from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, LedgerMeter
 from unet3d.model import geometry
 from unet3d.report import memory_plots, report, run_folder
 from unet3d.report.loggers import Loggers
-from unet3d.report.memory_file import MemoryFile
+from unet3d.report.memory_file import MemoryFile, peaks
 from unet3d.report.record import RunRecord, headline, read_run, scores_as_numbers
 from unet3d.run.checkpoint_manager import BEST, CheckpointManager
 from unet3d.run.validation import Predictions
@@ -93,6 +93,7 @@ class Run:
 
         Raises Preempted, once saved, when asked to stop; NonFiniteLoss, OutOfMemory, LoaderError, UserError.
         """
+        self.loggers.summary(peaks(self.memory.contents()))  # what was predicted, also of a run that dies in its steps
         if self.config.data.sparse is not None and self.config.resume is None:
             self._log_labelled_share()
         try:
@@ -182,7 +183,9 @@ class Run:
         raise Preempted(stopped)
 
     def _save_in_time(self) -> None:
-        """Save between validations, every `save_every` steps."""
+        """Save between validations, every `save_every` steps; keep what the first steps needed."""
+        if self.trainer.step - self.first in (1, MEASURED_STEPS):
+            self._keep_measured_early()
         if self.config.save_every and self.trainer.step % self.config.save_every == 0:
             self._save()
 
@@ -244,6 +247,7 @@ class Run:
     def _write_measured(self, measured: dict[str, Any]) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
         self.memory.add_measured(parameters, measured)
+        self.loggers.summary(peaks(self.memory.contents()))
         if self.trainer.step == self.config.steps:
             memory_plots.write_ledger_files(self.meter.ledger, self.folder.name, self.folder)
 

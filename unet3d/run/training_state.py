@@ -12,6 +12,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.config import compose, resume_rules
 from unet3d.config.schema import Config, Model
+from unet3d.data.seen import Seen
 from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import Checkpoint
 from unet3d.run.fingerprint import DatasetFingerprint, refuse_other_data
@@ -52,6 +53,7 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    seen: Seen | None = None  # what the training cases are like
 
     def state_dict(self, step: int, last_validation: int, best: float | None) -> dict[str, Any]:
         """Return the run at this step as tensors and plain values; `best` is its highest mean Dice."""
@@ -63,6 +65,7 @@ class TrainingState:
             "classes": self.fingerprint["classes"],
             "channels": self.fingerprint["channels"],
             "intensity": self.fingerprint["intensity"],
+            "seen": None if self.seen is None else dataclasses.asdict(self.seen),
             "fingerprint": self.fingerprint,
             "step": step,
             "last_validation": last_validation,

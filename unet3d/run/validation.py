@@ -194,7 +194,7 @@ class Predictions:
             else:
                 by_class = [f"{name} {value:.3f}" for name, value in score.classes.items()]
                 dice = f"mean Dice {score.mean:.3f} ({', '.join(by_class)})"
-            shown[role] = (cases[score.name], f"{score.name}, {rank}: {dice}")
+            shown[role] = (cases[score.name], f"{score.title}, {rank}: {dice}")
         return shown
 
     def draw(self, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:

@@ -5,7 +5,7 @@ means leave it out, and it never becomes 0 or 1. Ignored voxels do not count. Th
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from unet3d.base.files import as_csv, from_csv
 from unet3d.base.regions import Regions
 
+NOTE_KEY = "note"  # the name of the column that says why a score is 0
 NETWORK = "network_"  # before the names of columns on the network's grid, where others are on the files' own
 Labels = NDArray[np.integer]
 Mask = NDArray[np.bool_]
@@ -28,6 +29,7 @@ class CaseScore(NamedTuple):
     iou: tuple[float | None, ...]
     hd95_mm: tuple[float | None, ...] = ()  # () where not asked for
     loss: float | None = None  # of its class probabilities
+    is_absent: tuple[bool, ...] = ()  # from the truth
 
 
 def score_case(
@@ -64,6 +66,7 @@ def score_case(
         dice=_ratios(2 * hits, union + hits),
         iou=_ratios(hits, union),
         hd95_mm=distances,
+        is_absent=tuple((hits + misses == 0).tolist()),
     )
 
 
@@ -167,7 +170,8 @@ def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> floa
 def summarise(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, float | None]:
     """Return means over the cases by metric key; `class_names` begins with background.
 
-    `val/dice_mean` and `val/iou_mean` are means of the classes' means. Loss and HD95 have keys if any case has them.
+    `val/dice_mean` and `val/iou_mean` are means of the classes' means. Loss and HD95 have keys if any case has them,
+    and HD95 one more a class: how many cases have it.
     """
     columns = _columns(scores, class_names)
     summary: dict[str, float | None] = {}
@@ -181,6 +185,9 @@ def summarise(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[s
                 means[f"val/{key}"] = mean_of(values)
         if metric != "hd95_mm":
             summary[f"val/{metric}_mean"] = mean_of(means.values())
+        else:  # a case that misses a class has none, so more misses may lower the mean
+            counts = {key.replace(metric, f"{metric}_cases", 1): columns[key.removeprefix("val/")] for key in means}
+            summary |= {key: float(len(values) - values.count(None)) for key, values in counts.items()}
         summary |= means
     return summary
 
@@ -192,10 +199,31 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def csv_text(scores: Sequence[CaseScore], class_names: Sequence[str]) -> str:
-    """Return one row per case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is empty."""
-    columns = _columns(scores, class_names)
-    rows = [[score.case, *values] for score, values in zip(scores, zip(*columns.values(), strict=True), strict=True)]
-    return as_csv(["case", *columns], rows)
+    """Return one row per case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is empty.
+
+    Where a score is 0 because the truth has no such class, the last column, note, says so.
+    """
+    return _as_csv(scores, class_names, {})
+
+
+def _as_csv(scores: Sequence[CaseScore], class_names: Sequence[str], more: Mapping[str, Sequence[object]]) -> str:
+    """Return one row per case, with more columns before the notes, which there are if any case has one."""
+    columns: dict[str, Sequence[object]] = {"case": [score.case for score in scores]}
+    columns |= _columns(scores, class_names)
+    columns |= more
+    notes = [_note(score, class_names[1:]) for score in scores]
+    if any(notes):
+        columns[NOTE_KEY] = notes
+    return as_csv(list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
+
+
+def _note(score: CaseScore, names: Sequence[str]) -> str:
+    """Return which classes are predicted but not in the truth; "" without any."""
+    if score.is_absent and all(score.is_absent) and any(value is not None for value in score.dice):
+        return "no foreground in the truth"
+    cells = zip(names, score.dice, score.is_absent, strict=False)
+    missed = [name for name, value, is_absent in cells if is_absent and value is not None]
+    return f"no {', '.join(missed)} in the truth" if missed else ""
 
 
 def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_network_grid: str) -> str:
@@ -204,19 +232,14 @@ def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_ne
     The columns on the network's grid begin with `network_`, also where this function has made `on_network_grid`.
     """
     network_rows = from_csv(on_network_grid)
-    head = [key for key in (network_rows[0] if network_rows else ()) if key != "case"]
+    head = [key for key in (network_rows[0] if network_rows else ()) if key not in ("case", NOTE_KEY)]
     sources = [key for key in head if key.startswith(NETWORK)] or head
     network_scores = {row.get("case"): row for row in network_rows}
-    columns = _columns(scores, class_names)
-    rows = []
-    for index, score in enumerate(scores):
-        network_row = network_scores.get(score.case, {})
-        row: list[object] = [score.case]
-        row += [values[index] for values in columns.values()]
-        row += [network_row.get(key) for key in sources]
-        rows.append(row)
-    network_head = [NETWORK + key.removeprefix(NETWORK) for key in sources]
-    return as_csv(["case", *columns, *network_head], rows)
+    on_network = {}
+    for key in sources:
+        cells = [network_scores.get(score.case, {}).get(key) for score in scores]
+        on_network[NETWORK + key.removeprefix(NETWORK)] = cells
+    return _as_csv(scores, class_names, on_network)
 
 
 def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, list[float | None]]:
