@@ -26,6 +26,7 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "hydra/launcher=": "test_launchers.py",
     "plan=plan.yaml": "planning/test_plan_of_data.py",
     "plan --network": "planning/test_network_table.py, of small patches",
+    "recompute=none,lean,tiles": "memory/test_command.py",
     "plan --module": "planning/test_network_table.py, of small patches",
     "experiment=five_folds": "test_cross_validation.py",
     "-m unet3d folds": "test_cross_validation.py",

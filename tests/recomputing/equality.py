@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from unet3d.recomputing import affine, module, prepare, search
 from unet3d.recomputing.costs import Beside, Sizes
 from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.program import Program
 from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import Scratch
 from unet3d.recomputing.soundness import is_sound
@@ -103,9 +104,6 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
         assert is_sound(sizes, schedule)
         return [schedule]
 
-    def nothing(program: Any, *_: object) -> list[Scratch]:
-        return [Scratch(Beside(0, 0, 0, 0), Beside(0, 0, 0, 0), 0)] * len(program.maps.maps)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
         patch.setattr(prepare, "TILES", tiles)
@@ -117,8 +115,13 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
             patch.setattr(affine, "LARGE", 1)  # else no map is large enough for kernels that fill a GPU
         patch.setattr(module, "plain_bytes", lambda *_: None)  # or a schedule that needs more would not be taken
         if not measures:
-            patch.setattr(prepare, "scratch_bytes", nothing)  # it takes longer than the pass
+            patch.setattr(prepare, "scratch_bytes", no_scratch)  # it takes longer than the pass
         yield
+
+
+def no_scratch(program: Program, *_: object) -> list[Scratch]:
+    """Return that nothing lies beside the maps of a program, in the place of `scratch_bytes`."""
+    return [Scratch(Beside(0, 0, 0, 0), Beside(0, 0, 0, 0), 0)] * len(program.maps.maps)
 
 
 def drawn_table(count: int, seed: int) -> list[set[int]]:

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_structure
 from unet3d.base.errors import UserError
 from unet3d.recomputing.module import Recomputed, recompute, schedules_of
 from unet3d.recomputing.prepare import describe
+from unet3d.recomputing.trace import cannot_take
 
 IMAGE = (1, 1, 9, 6, 5)
+IMAGE_WORDS = "1x1x9x6x5, float64"
 
 
 class Net(nn.Module):
@@ -48,6 +50,13 @@ def make(kind: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
 
 def image(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape or IMAGE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def of(forward: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a network that a function is."""
+    network = nn.Module()
+    vars(network)["forward"] = forward
+    return network
 
 
 def check(model: nn.Module, x: Tensor | None = None, seeds: tuple[int, ...] = (0, 3)) -> None:
@@ -324,7 +333,7 @@ def test_operations_without_a_rule_are_named() -> None:
         recomputed = Recomputed(network.double())
         lines.append(describe(schedules_of(recomputed).program(image().double()), "lean"))
     assert "linear in mix" in lines[0]
-    assert "without a rule" not in lines[1]
+    assert "checkpointed" not in lines[1]
 
 
 class Switched(Net):
@@ -394,10 +403,26 @@ def test_without_an_example_the_line_comes_with_the_first_training_pass(capsys: 
     assert not capsys.readouterr().out
     network(image())
     network(image(2, 1, 5, 12, 4))
-    assert capsys.readouterr().out.count("recompute=lean: ") == 1
+    said = capsys.readouterr()
+    assert said.out.count("recompute=lean: ") == 1
+    searches = [line for line in said.err.splitlines() if "finding a schedule" in line]
+    assert [IMAGE_WORDS in line for line in searches] == [True, False] and "2x1x5x12x4, float64" in searches[1]
+    assert "autocast" not in said.err
     other = Recomputed(make())
     peaks = [schedules_of(each).program(image()).peak_bytes for each in (network, other)]
     assert peaks[0] - peaks[1] == 2**20
+
+
+def test_an_example_outside_of_autocast_is_said_to_cost_a_second_search(capsys: pytest.CaptureFixture[str]) -> None:
+    single = image().float()
+    for is_within in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_within):
+            network = recompute(make().float(), single)
+        with torch.autocast("cpu", torch.bfloat16):
+            network(single)
+        said = capsys.readouterr().err
+        assert said.count("finding a schedule") == (1 if is_within else 2)
+        assert said.count("give the example within your autocast") == (0 if is_within else 1)
 
 
 def test_compiled_after_but_not_before() -> None:
@@ -416,10 +441,11 @@ def test_compiled_after_but_not_before() -> None:
         (lambda: None, {}, "NoneType is no network"),
         (lambda: torch.jit.script(nn.Conv3d(1, 2, 1)), {}, r"torch\.jit"),
         (lambda: nn.DataParallel(make()), {}, "DataParallel"),
+        (lambda: nn.Sequential(nn.LazyConv3d(2, 1)), {}, "lazy layers"),
         (make, {"plan": "auto", "budget": ["6GiB"]}, "budget"),
         (make, {"held": 1.5}, "held"),
     ),
-    ids=("nothing", "scripted", "in DataParallel", "a list of budgets", "half a byte"),
+    ids=("nothing", "scripted", "in DataParallel", "lazy", "a list of budgets", "half a byte"),
 )
 def test_what_is_no_plain_network_or_no_size_is_refused(
     given: Callable[[], Any], options: dict[str, Any], words: str
@@ -429,6 +455,56 @@ def test_what_is_no_plain_network_or_no_size_is_refused(
         model = given()
     with pytest.raises(UserError, match=words):
         recompute(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "words"),
+    (
+        ((image(1, 3, 9, 6, 5),), {}, r"cannot take an image of 1x3x9x6x5, float64 at .* to have 1 channels"),
+        ((image().float(),), {}, r"cannot take an image of 1x1x9x6x5, float32 at .*: Input type \(float\)"),
+        ((image(), image()), {}, "was given Tensor, Tensor; .* one image"),
+        ((image(),), {"mask": image()}, "was given Tensor, mask=Tensor; .* one image"),
+        ((), {"img": image()}, "Net.forward: missing a required argument: 'image'; .* one image"),
+        ((image()[0],), {}, "4 dimensions"),
+    ),
+    ids=("channels", "type", "two", "two, one by name", "another name", "no batch"),
+)
+def test_what_is_no_image_of_the_network_is_refused(
+    arguments: tuple[Tensor, ...], keywords: dict[str, Tensor], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        Recomputed(make())(*arguments, **keywords)
+
+
+def test_lengths_that_a_network_cannot_take_are_named_with_others() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return F.interpolate(F.max_pool3d(x, 4), scale_factor=4) + x
+
+    assert cannot_take(of(forward), (1, 4, 8, 4, 4), torch.float64) is None
+    line = cannot_take(of(forward), (1, 4, 9, 8, 7), torch.float64)
+    assert line is not None and line.endswith("; it takes 1x4x12x8x8, lengths of multiples of 4")
+    with pytest.raises(UserError, match="is empty"):
+        recompute(make(), image(0, 1, 9, 6, 5))
+
+
+def test_counted_averages_are_refused_with_their_layer() -> None:
+    model = make()
+    model.norm.momentum = None
+    with pytest.raises(UserError, match=r"norm: BatchNorm3d with momentum=None .*momentum"):
+        Recomputed(model)(image())
+    model.norm.eval()
+    Recomputed(model)(image())
+
+
+def test_no_more_schedules_are_kept_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unet3d.recomputing.module.MOST_PROGRAMS", 2)
+    schedules = schedules_of(Recomputed(make()))
+    first, second, third = (image(1, 1, length, 4, 4) for length in (5, 6, 7))
+    programs = [schedules.program(each) for each in (first, second)]
+    assert schedules.program(first) is programs[0]
+    schedules.program(third)
+    assert next(iter(schedules.programs.values())) is programs[0] and len(schedules.programs) == 2
+    assert len(schedules.prepared) == 2
 
 
 def test_more_objects_than_a_pass_can_look_through_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

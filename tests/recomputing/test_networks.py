@@ -1,7 +1,6 @@
 """Networks as they are used: their losses, gradients, buffers and evaluation stay the same in each plan."""
 
 import copy
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +10,8 @@ from equality import assert_same, drawn_schedules, run
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d.base.errors import UserError
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing.module import Plan, Recomputed, recompute, schedules_of
+from unet3d.recomputing.module import Recomputed, schedules_of
 
 OURS = (
     "",
@@ -26,8 +24,8 @@ OURS = (
 )
 
 
-def check(model: nn.Module, image: torch.Tensor, seeds: Sequence[int] = (1,), plans: Sequence[Plan] = ()) -> None:
-    """Compare passes by random schedules and by plans, and evaluation after them."""
+def check(model: nn.Module, image: torch.Tensor, seeds: Sequence[int] = (1,)) -> None:
+    """Compare passes by random schedules, and evaluation after them."""
     model = model.double().train()
     image = image.double()
     plain = run(copy.deepcopy(model), image)
@@ -35,9 +33,6 @@ def check(model: nn.Module, image: torch.Tensor, seeds: Sequence[int] = (1,), pl
         with drawn_schedules(seed, tiles=4):
             network = Recomputed(copy.deepcopy(model))
             assert_same(run(network, image), plain)
-    for plan in plans:
-        network = recompute(copy.deepcopy(model), image, plan)
-        assert_same(run(network, image), plain)
     expected = copy.deepcopy(schedules_of(network).network).eval()
     with torch.no_grad():
         outputs = zip(tree_leaves(network.eval()(image)), tree_leaves(expected(image)), strict=True)
@@ -55,47 +50,6 @@ def test_our_network(overrides: str, network: Callable[..., UNet3D]) -> None:
         words.append("data.patch=[44,44,44]")
     image = torch.randn(2, 1, *size)
     check(network(*words), image, seeds=[2])
-
-
-CHOICES = {
-    "model.features": ("[4]", "[4,6]", "[4,6,8]"),
-    "model.norm": ("instance", "batch", "batch_current", "group", "none"),
-    "model.norm_affine": ("true", "false"),
-    "model.activation": ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean"),
-    "model.inplace": ("true", "false"),
-    "model.downsampling": ("max_pool", "strided_conv"),
-    "model.upsampling": ("transposed", "trilinear", "nearest"),
-    "model.up_reduce": ("true", "false"),
-    "model.up_bias": ("true", "false"),
-    "model.conv_bias": ("true", "false"),
-    "model.kernels": ("3", "5", "[1,3,3]"),
-    "model.strides": ("2", "[1,2,2]", "3"),
-    "model.widen": ("first", "second"),
-    "model.residual": ("true", "false"),
-    "model.dropout": ("0", "0.3"),
-    "model.deep_supervision": ("true", "false"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_mixtures_of_all_our_options(seed: int, network: Callable[..., UNet3D]) -> None:
-    """Random options on odd sizes, with rows along any axis."""
-    draw = random.Random(seed)
-    words = [f"{name}={draw.choice(values)}" for name, values in CHOICES.items()]
-    size = [draw.randint(18, 24) for _ in range(3)]
-    image = torch.randn(draw.randint(1, 2), 1, *size)
-    try:
-        model = network("model=unet_tiny", "model.groups=2", f"data.patch={size}", *words)
-    except UserError:
-        pytest.skip("options that do not go together")
-    check(model, image, seeds=[seed])
-
-
-@pytest.mark.slow
-def test_plans(network: Callable[..., UNet3D]) -> None:
-    model = network("model=unet_tiny", "model.norm=batch", "model.deep_supervision=true", "model.features=[2,2,2]")
-    check(model, torch.randn(2, 1, 16, 8, 8), seeds=(), plans=["lean", "tiles"])
 
 
 def _dyn(**options: Any) -> nn.Module:

@@ -334,6 +334,44 @@ def test_operations_of_one(operation: Operation) -> None:
     check(operation, axes=[0])
 
 
+OVER_ALL_ROWS: dict[str, Operation] = {
+    "mean": lambda x: x * x.mean((2, 3, 4), keepdim=True).sigmoid(),
+    "of dimensions from the last on": lambda x: x * x.mean((-1, -2, -3), keepdim=True),
+    "mean of channels, too": lambda x: x * x.mean((1, 2, 3, 4), keepdim=True),
+    "mean of two axes": lambda x: x * x.mean((2, 4), keepdim=True),
+    "adaptive pooling": lambda x: x * F.adaptive_avg_pool3d(F.silu(x), 1).sigmoid(),
+    "pooling": lambda x: x * F.avg_pool3d(x, x.shape[2:]),
+    "sum": lambda x: x * (x.sum((2, 3, 4), keepdim=True) / 100).sigmoid(),
+    "norm": lambda x: x * torch.linalg.vector_norm(F.relu(x), dim=(2, 3, 4), keepdim=True),
+}
+TO_TWO_DIMENSIONS: dict[str, Operation] = {
+    "mean without dimensions": lambda x: x.mean((2, 3, 4)),
+    "flat": lambda x: x.flatten(2).mean(-1),
+    "view": lambda x: x.view(*x.shape[:2], -1).sum(2),
+    "pooled and flat": lambda x: F.adaptive_avg_pool3d(x, 1).flatten(1),
+}
+
+
+@pytest.mark.parametrize("operation", OVER_ALL_ROWS.values(), ids=[*OVER_ALL_ROWS])
+def test_means_over_all_rows_have_a_rule(operation: Operation) -> None:
+    check(operation, axes=[0])
+    assert serves(operation)
+
+
+@pytest.mark.parametrize("operation", TO_TWO_DIMENSIONS.values(), ids=[*TO_TWO_DIMENSIONS])
+def test_excitations_of_two_dimensions_are_computed_from_rows(operation: Operation) -> None:
+    """What has no rule is no larger than the means of rows."""
+
+    def excited(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(operation(x) @ torch.ones(CHANNELS, CHANNELS, dtype=x.dtype))[:, :, None, None, None]
+
+    check(excited, axes=[1])
+    network = Between(excited, 1, CHANNELS, is_read_again=False).train()
+    image = torch.randn(1, 2, *SHAPES[0])
+    (group,) = Maps(trace(network, image), axis=2).whole
+    assert max(source.shape.numel() for source in (*group.sources, *group.passing)) <= CHANNELS * SHAPES[0][0]
+
+
 PARTS = {
     "slice": lambda x: F.relu(x[:, :2]),
     "chunk": lambda x: F.leaky_relu(x.chunk(2, 1)[0]),

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -181,6 +182,14 @@ class Tools(Light):
         return 5
 
 
+def saved_and_loaded(network: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save({"network": network}, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)["network"]
+    return loaded
+
+
 class Picklable(Light):
     """A network with a number, of a class that pickle finds."""
 
@@ -323,6 +332,7 @@ METHODS: dict[str, Any] = {
     "a deep copy": (lambda: gained(gain=1.0), changed_copy(copy.deepcopy)),
     "a shallow copy": (lambda: gained(gain=1.0), changed_copy(copy.copy)),
     "a pickle": (lambda: made(Picklable), changed_copy(lambda net: pickle.loads(pickle.dumps(net)))),
+    "saved whole": (lambda: made(Picklable), changed_copy(saved_and_loaded)),
     "states between networks": (with_buffers, states_between),
     "a state that does not fit": row(
         light, lambda w, net: net.load_state_dict({"a": torch.ones(2)}), "raises: state_dict"

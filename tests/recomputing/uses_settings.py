@@ -303,7 +303,7 @@ CHANGED: dict[str, Any] = {
         made, put("norm", eps=0.5), put("norm", momentum=0.7), put("norm", track_running_stats=False)
     ),
     "a norm in evaluation": (made, lambda w, net: net.norm.eval()),
-    "a norm of cumulative statistics": (made, put("norm", momentum=None), NUMBERS),
+    "a norm of cumulative statistics": (made, put("norm", momentum=None), "refused: with momentum=None"),
     "a rate of dropout": (with_dropout, put("1", p=0.5)),
     "layers of containers": row(
         lambda: made(Layers),

@@ -4,6 +4,7 @@ Both run the package's one training step, on the user's own module. A prediction
 shapes and no data: it makes nothing as large as a map.
 """
 
+import inspect
 import os
 import random
 import warnings
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
 
-from unet3d.base.errors import UserError, reason
+from unet3d.base.errors import UserError, is_out_of_memory, reason
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import Batch, Table, mib
 from unet3d.memory import tables
@@ -30,6 +32,8 @@ from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.simulate import fake_steps
 from unet3d.memory.user_module import on_fake_tensors, restored
 from unet3d.recomputing.module import Recomputed, schedules_of
+from unet3d.recomputing.program import Program
+from unet3d.recomputing.trace import cannot_take
 from unet3d.training.losses import SegmentationLoss, dice_ce
 from unet3d.training.policy import MemoryPolicy, amp_dtype
 from unet3d.training.step import LossFunction, train_step
@@ -38,6 +42,7 @@ from unet3d.training.trainer import Learner
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 NUMPY = ".numpy() is not supported"  # as torch refuses it of tensors without data
+NO_GRADIENT = "does not require grad and does not have a grad_fn"  # as it refuses a backward pass of nothing
 LAYERS_SHOWN = 8  # layers printed
 UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
 
@@ -97,6 +102,12 @@ class Explanation:
         return list(self.meter.guesses)
 
     @property
+    def program(self) -> Program | None:
+        """Return what the steps of a network that recomputes follow; None for other networks."""
+        model = self.meter.model
+        return list(schedules_of(model).programs.values())[-1] if isinstance(model, Recomputed) else None
+
+    @property
     def parameters(self) -> int:
         """Return the number of weights."""
         return sum(p.numel() for p in self.meter.model.parameters())
@@ -146,6 +157,7 @@ def explain(
     CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks come from steps
     that nothing observes. Raises UserError, and what the model raises.
     """
+    _refuse_network(model)
     device = _device(model)
     if device.type == "meta":
         raise UserError(f"{type(model).__name__}: weights on meta have no data to measure; use unet3d.memory.predict")
@@ -153,7 +165,8 @@ def explain(
     on_gpu = device.type == "cuda"
     policy = _policy(amp, device.type, device.type)
     steps = MEASURED_STEPS + UNOBSERVED if on_gpu else MEASURED_STEPS
-    with torch.random.fork_rng([device] if on_gpu else []), restored(model):
+    draws = torch.random.fork_rng([device] if on_gpu else [])
+    with _image_explained(model, example, policy), draws, restored(model):
         batch = _batch(model, example, label, device, loss is None)
         learner = _learner(model, loss, optimizer, policy)
         _find_schedule(model, batch.image, policy)
@@ -187,13 +200,18 @@ def predict(
     and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on
     values.
     """
+    _refuse_network(model)
+    if "_orig_mod" in model._modules:
+        raise UserError(f"{type(model).__name__}: is compiled; give the network before torch.compile")
     _refuse_depth(depth)
     model_device = _device(model).type
     target = device or ("cpu" if model_device == "meta" else model_device)
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
     policy = _policy(amp, "cpu", target)
-    with torch.random.fork_rng([]), fake_mode(target) as guesses, _draws_noted(guesses):
+    no_draws = torch.random.fork_rng([])
+    explained = _image_explained(model, example, policy)
+    with explained, no_draws, fake_mode(target) as guesses, _draws_noted(guesses):
         batch = _batch(model, example, label, None, loss is None)
         fake = on_fake_tensors(model)
         for module in fake.modules():
@@ -242,6 +260,41 @@ def _failures_explained(guesses: list[str]) -> Iterator[None]:
         raise UserError(f"{where}, a step fails: {reason(error)}; use unet3d.memory.explain") from error
 
 
+@contextmanager
+def _image_explained(model: nn.Module, example: Example, policy: MemoryPolicy) -> Iterator[None]:
+    """Raise UserError for a failure of a step whose image the network cannot take, or that trains nothing."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError | ImportError) or is_out_of_memory(error):
+            raise
+        if NO_GRADIENT in str(error):
+            problem = "the loss has no gradient: forward detaches its output, or computes it without gradients"
+            raise UserError(f"{_network_name(model)}: {problem}") from error
+        network = schedules_of(model).network if isinstance(model, Recomputed) else model
+        weight = next(model.parameters())
+        size, dtype = _size_and_type(example, weight.dtype)
+        with torch.autocast(policy.device_type, policy.dtype, policy.dtype is not None):
+            line = cannot_take(network, size, dtype, weight.device)
+        if line is None:
+            raise
+        raise UserError(line) from error
+
+
+def _refuse_network(model: nn.Module) -> None:
+    """Raise UserError for what is no network, or none whose steps can be followed."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model: give a network, a torch.nn.Module, not {name}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError(f"{name}: is compiled by torch.jit; give the network before that")
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UserError(f"{name}: its lazy layers have no weights yet; call it once with an image")
+    weights = list(model.parameters())
+    if weights and not any(weight.requires_grad for weight in weights):
+        raise UserError(f"{name}: has no weights to train: requires_grad is false for all")
+
+
 def _refuse_depth(depth: int | None) -> None:
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
         raise UserError(f"depth={depth}: give the number of parts of layers' names, from 1 on")
@@ -269,7 +322,14 @@ def _learner(model: nn.Module, loss: LossFunction | None, optimizer: MakeOptimiz
     if loss is not None and not callable(loss):
         raise UserError(f"loss: give a function of the network's output and the label, not {loss!r}")
     weights = model.train().parameters()
-    return Learner(model, loss or segmentation_loss, optimizer(weights), policy.scaler(), policy)
+    made = optimizer(weights)
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        name = type(made).__name__
+        raise UserError(
+            f"optimizer: {name} calls the loss itself, in step(closure), as no step here does; give another"
+        )
+    return Learner(model, loss or segmentation_loss, made, policy.scaler(), policy)
 
 
 def segmentation_loss(output: Any, label: Tensor) -> Tensor:
@@ -304,11 +364,11 @@ def _batch(
 
     An image of a shape is noise of the weights' type; `is_volume`: the loss is for volumes.
     """
-    shape = tuple(example.shape) if isinstance(example, Tensor) else tuple(example)
+    shape, dtype = _size_and_type(example, next(model.parameters()).dtype)
     if len(shape) < 3 or (is_volume and len(shape) != 5) or not all(isinstance(n, int) and n > 0 for n in shape):
         raise UserError(f"example: give an image N C D H W, or its shape, such as (1, 1, 96, 96, 96), not {shape}")
     if not isinstance(example, Tensor):
-        example = torch.randn(shape, dtype=next(model.parameters()).dtype, device=device)
+        example = torch.randn(shape, dtype=dtype, device=device)
     elif device is None:
         example = torch.empty(shape, dtype=example.dtype)
     if label is None:
@@ -316,6 +376,16 @@ def _batch(
     elif device is None:
         label = torch.zeros(label.shape, dtype=label.dtype)
     return Batch(example.to(device or "cpu"), label.to(device or "cpu"))
+
+
+def _size_and_type(example: Example, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape of an image, in Python's integers, and its type, which is `dtype` where a shape is given."""
+    if isinstance(example, Tensor):
+        return tuple(example.shape), example.dtype
+    try:  # What is no integer stays, to be refused.
+        return tuple(int(size) if hasattr(size, "__index__") else size for size in example), dtype
+    except TypeError:
+        raise UserError(f"example: give an image N C D H W, or its shape, not {example!r}") from None
 
 
 def _about(batch: Batch, policy: MemoryPolicy, device_type: str) -> str:

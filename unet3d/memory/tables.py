@@ -126,15 +126,23 @@ def peak_location(entry: Entry) -> dict[str, Any]:
     """Return the level with most bytes at the peak, "other" in a network without levels, and what most are for."""
     row = max(entry["levels"], key=lambda row: (row["level"] != "other", row["bytes"]))
     largest_category = max(NAMES, key=lambda category: row[category])
-    return {"level": row["level"], "bytes": row["bytes"], "mostly": largest_category}
+    return {
+        "level": row["level"],
+        "bytes": row["bytes"],
+        "mostly": largest_category,
+        "mostly_bytes": row[largest_category],
+    }
 
 
 def sentence(advice: Entry, peak: int) -> str:
     """Return `peak_location` in words: what dominates the peak (bytes), where, and what half the width there saves."""
-    places = {0: "at full resolution (level 0), ", "other": ""}
-    place = places.get(advice["level"], f"at level {advice['level']}, ")
     share = f"{advice['bytes'] / peak:.0%} of the peak ({mib(advice['bytes'])} of {mib(peak)} MiB)"
-    dominant = f"{share} is {place}mostly {NAMES[advice['mostly']]}"
+    place = "at full resolution (level 0)" if advice["level"] == 0 else f"at level {advice['level']}"
+    dominant = f"{share} is {place}, mostly {NAMES[advice['mostly']]}"
+    if advice["level"] == "other":
+        part = advice.get("mostly_bytes", 0) / peak
+        much = "Most" if part > 0.5 or not part else "The largest part"
+        dominant = f"{much} of the peak is {NAMES[advice['mostly']]}" + (f" ({part:.1%})" if part else "")
     halved = advice.get("halved_peak_bytes")
     if halved is None:
         return f"{dominant}."
@@ -153,6 +161,11 @@ def single_techniques(without: Mapping[str, int], peak: int) -> Table:
     return Table(["option", "peak without it (MiB, predicted)", "saved (MiB)", "share"], rows)
 
 
+def phase_name(phase: str) -> str:
+    """Return what people read of a phase: `step` is the optimizer's, and would be taken for the whole step."""
+    return "optimizer" if phase == "step" else phase
+
+
 def phases(entry: Entry) -> Table:
     """Return one row per phase: its peak, and where known the bytes alive as it ends, in the first and later steps."""
     columns = ["phase", "peak, first step (MiB)", "peak, later steps (MiB)"]
@@ -162,7 +175,7 @@ def phases(entry: Entry) -> Table:
     rows = []
     for phase, peak in entry["phases"].items():
         first = mib(peak["first"]) if "first" in peak else "unknown"
-        row = [phase, first, mib(peak["steady"])]
+        row = [phase_name(phase), first, mib(peak["steady"])]
         if ends:
             row += [mib(ends[phase]["first"]), mib(ends[phase]["steady"])]
         rows.append(row)

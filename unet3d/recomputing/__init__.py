@@ -22,6 +22,7 @@ In reading order:
     statistics      statistics of normalisations
     normalisation   rules of normalisations
     resampling      rules of pooling and interpolation
+    reductions      means, sums and norms over all rows, in two steps
     derived         tensors computed from weights alone
     along           operations that can be carried out in parts, along windows or tokens
     groups          operations without a rule that are carried out at once

@@ -22,6 +22,7 @@ from unet3d.recomputing.graph import DROPOUTS, Graph, Value, Weight, leaves
 from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
 from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.operations import operations_by_rule, operations_without_rule
+from unet3d.recomputing.reductions import OfAllRows, in_two_steps
 from unet3d.recomputing.rules import RULES, TRACKING, Rule
 
 
@@ -80,6 +81,7 @@ class Maps:
     maps: list[Map] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.graph = in_two_steps(self.graph, self.axis)
         self.users = self.graph.users()
         self.rules = {value: _rule_of(value, self.axis) for value in self.graph.values}
         grouped = grouped_values(self.graph, self.rules, self.users)
@@ -141,7 +143,7 @@ class Maps:
         for value in self.graph.values:
             if value in grouped:
                 stored.update(source for source in value.inputs if source not in grouped)
-            elif self._is_norm(value):
+            elif self._is_norm(value) or isinstance(self.rules[value], OfAllRows):
                 stored.update(value.inputs)
         for value in self.graph.values:
             if self._is_costly(value) and not self._goes_into_one_sum(value, stored):

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_exporting
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from unet3d.base.errors import UserError
@@ -30,6 +32,7 @@ from unet3d.recomputing.scratch import plain_bytes
 
 Plan = Literal["lean", "tiles", "auto"]
 MANY_PROGRAMS = 20  # So many schedules of one network are warned of: each takes seconds to find.
+MOST_PROGRAMS = 64  # So many are kept, those that were taken last.
 
 
 def recompute(
@@ -127,6 +130,7 @@ class Recomputed(nn.Module):
         schedules = schedules_of(self)
         other = Recomputed(copy.deepcopy(schedules.network, memo), **schedules.options())
         schedules_of(other).is_silent = schedules.is_silent
+        schedules_of(other).has_announced = schedules.has_announced
         schedules_of(other).programs = dict(schedules.programs)
         schedules_of(other).prepared = schedules.prepared
         return other
@@ -163,7 +167,8 @@ class Schedules:
         self.budget = budget_bytes(budget) if isinstance(budget, str) else budget
         self.held = budget_bytes(held) if isinstance(held, str) else held or 0
         self.device_type = device_type
-        self.is_silent = True  # Whether the line about the first schedule is left out.
+        self.is_silent = True  # Whether lines about schedules are left out.
+        self.has_announced = False  # Whether that about the first schedule is printed.
         self.programs: dict[Any, Program] = {}
         self.prepared: dict[Any, Program] = {}  # Programs before a schedule is chosen, which networks may share.
         self.code: Code | None = None
@@ -191,15 +196,17 @@ class Schedules:
 
     def _image(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return the one argument of a call."""
-        if kwargs:  # A name that forward does not know is an error of its own.
-            inspect.signature(self.network.forward).bind(*args, **kwargs)
         arguments = (*args, *kwargs.values())
+        name = type(self.network).__name__
+        remedy = "in training, give it one image N C D H W and no more"
         if len(arguments) != 1 or not isinstance(arguments[0], Tensor):
-            given = ", ".join(type(argument).__name__ for argument in arguments) or "nothing"
-            name = type(self.network).__name__
-            raise UserError(
-                f"recompute: {name} was given {given}; in training, give it one image N C D H W and no more"
-            )
+            given = [type(argument).__name__ for argument in args]
+            given += [f"{keyword}={type(argument).__name__}" for keyword, argument in kwargs.items()]
+            raise UserError(f"recompute: {name} was given {', '.join(given) or 'nothing'}; {remedy}")
+        try:
+            inspect.signature(self.network.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            raise UserError(f"recompute: {name}.forward: {error}; {remedy}") from error
         return arguments[0]
 
     def program(self, image: Tensor) -> Program:
@@ -209,6 +216,9 @@ class Schedules:
         """
         if not isinstance(image, Tensor):
             raise UserError(f"recompute: the example is a {type(image).__name__}; give an image N C D H W, as a tensor")
+        if not image.numel():
+            size = "x".join(map(str, image.shape))
+            raise UserError(f"recompute: the example, {size}, is empty; give an image of the size of those to come")
         autocast = autocast_dtype(image)
         device_type = self.device_type or image.device.type
         layout = (image.is_contiguous(), image.is_contiguous(memory_format=torch.channels_last_3d))
@@ -218,12 +228,18 @@ class Schedules:
         if key not in self.programs:
             self.code = code_of(self.network)
             key = self._key(about_image)
-        if key not in self.programs:
+        if key in self.programs:
+            self.programs[key] = self.programs.pop(key)  # Which is then the last.
+        else:
+            self._say_that_it_searches(image, autocast)
             # What is set around a pass, for debugging or to save memory, is not for what is done to find a schedule.
             with saved_tensors_hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
                 program = self._prepared(key, image, autocast, device_type == "cpu")
             self.programs[key] = by_plan(program, self.plan, self.budget)
             self._announce(self.programs[key])
+            for known in (self.programs, self.prepared):
+                while len(known) > MOST_PROGRAMS:
+                    del known[next(iter(known))]
             if len(self.programs) == MANY_PROGRAMS:
                 reason = "one for each size of images and each value of what forward reads, such as a counter"
                 warnings.warn(f"recompute: {MANY_PROGRAMS} schedules were found, {reason}", stacklevel=2)
@@ -248,11 +264,22 @@ class Schedules:
                 self.prepared[key] = program
         return program
 
+    def _say_that_it_searches(self, image: Tensor, autocast: torch.dtype | None) -> None:
+        """Print on stderr what takes some seconds now, and how to search once where only autocast is another."""
+        if self.is_silent or _rank() != 0 or image.dim() != 5:
+            return
+        precision = str(autocast or image.dtype).removeprefix("torch.")
+        line = f"recompute: finding a schedule for {'x'.join(map(str, image.shape))}, {precision}"
+        sizes = [program.maps.graph.image.shape for program in self.programs.values()]
+        if autocast is not None and sizes == [image.shape]:
+            line += "; give the example within your autocast, so that one is found and not two"
+        print(line, file=sys.stderr, flush=True)
+
     def _announce(self, program: Program) -> None:
         """Print what to expect, once, and of several ranks the first."""
-        if not self.is_silent and _rank() == 0:
+        if not self.is_silent and not self.has_announced and _rank() == 0:
             print(describe(program, self.plan, self.held))
-        self.is_silent = True
+        self.has_announced = True
 
 
 def _calls_a_schedule(function: Any) -> bool:
@@ -338,6 +365,9 @@ def _refuse_wrapped(model: nn.Module) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
         name = type(model).__name__
         raise UserError(f"recompute: the network is in {name} already; give recompute the network before {name}")
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        name = type(model).__name__
+        raise UserError(f"recompute: {name}'s lazy layers have no weights yet; call it once with an image before")
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError("recompute: the network is compiled by torch.jit; give recompute the network before that")
     if any(vars(kind).get("__slots__") for kind in type(model).__mro__):

@@ -31,6 +31,7 @@ CUDA_TILES = 3  # of it on a GPU, where a step of more waits for its launches
 CUDA_MOST_TILES = 12  # where tiles are so large that it does not, and workspaces of cuDNN would be large
 CUDA_LARGE_TILE = 43 * 2**20  # numbers
 CUDA_TILE = 2**22  # numbers of a tile there, at least
+FEW = 50  # times fewer numbers than the largest value has: so small is an excitation beside the map that it scales
 
 
 def prepare(
@@ -143,7 +144,7 @@ def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[st
 
 def work_line(program: Program) -> str:
     """Return the work of a program, and which operations have no rule."""
-    return f"work of {program.schedule.work:.2f} forward passes (1.00: no map is made twice){_without_rule(program)}"
+    return f"{_more_work(program.schedule.work)}{_without_rule(program)}"
 
 
 def describe(program: Program, plan: str, held: int = 0) -> str:
@@ -176,13 +177,16 @@ def _more_work(work: float) -> str:
 
 
 def _without_rule(program: Program) -> str:
-    """Return which operations have no rule, as the end of a line."""
+    """Return which operations have no rule, as the end of a line; not those of few numbers, which cost nothing."""
+    largest = max(value.shape.numel() for value in program.maps.graph.values)
     whole: dict[str, None] = {}
     for map_ in program.maps.whole:
+        if FEW * max(value.shape.numel() for value in (*map_.passing, *map_.sources)) < largest:
+            continue
         value = first_of_group(map_.passing)
         whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
     if not whole:
         return ""
     first = ", ".join(list(whole)[:3])
     more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-    return f"; without a rule for rows, so run again in backward, under autograd: {first}{more}"
+    return f"; checkpointed as a whole (correct, saves less): {first}{more}"

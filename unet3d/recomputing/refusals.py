@@ -56,6 +56,17 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
                 )
 
 
+def refuse_averages_over_all(model: nn.Module) -> None:
+    """Raise UserError for running statistics whose weights are counted: a trace would keep the count of its pass."""
+    for path, module in model.named_modules():
+        is_counted = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None
+        if is_counted and module.training and module.track_running_stats:
+            problem = (
+                f"{path or type(model).__name__}: {type(module).__name__} with momentum=None averages by the number"
+            )
+            raise UserError(f"{problem} of passes, which a schedule would not know; set its momentum, as 0.1")
+
+
 def refuse_exchange(model: nn.Module) -> None:
     """Raise UserError if normalisations exchange statistics with other ranks: a schedule makes them again."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -70,7 +81,8 @@ def refuse_exchange(model: nn.Module) -> None:
 CAUSES = (
     (
         "data-dependent",
-        "what forward does depends on the numbers of a tensor, as in `if`, `int()`, an index; compute with tensors",
+        "forward branches on a value: what it does depends on the numbers of a tensor, as in `if`, `int()`, an index; "
+        "compute with tensors",
     ),
     (".data =", "forward sets .data of a tensor, which recompute would not repeat; change it outside of forward"),
     ("inference_mode", "forward enters torch.inference_mode(); use torch.no_grad() there"),
@@ -87,17 +99,26 @@ CAUSES = (
 def cannot_trace(model: nn.Module, error: Exception) -> str:
     """Return in a line what torch.export does not trace, where, and what to do."""
     text = str(error)
-    first_line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    problem = f"{first_line.strip()}; use torch.utils.checkpoint on its children instead"
+    problem = f"{first_line(error)}; use torch.utils.checkpoint on its children instead"
     for part, cause in CAUSES:
         if part in text:
             names = re.findall(r"<class '([^']*)'>", text)
             problem = cause.format(*names or ["an object of its own"])
             break
-    return f"{type(model).__name__} cannot be traced{_place_in_forward(error)}: {problem}"
+    return f"{type(model).__name__} cannot be traced{place_in_forward(error)}: {problem}"
 
 
-def _place_in_forward(error: BaseException) -> str:
+def has_known_cause(error: Exception) -> bool:
+    """Return whether an error of torch.export is one of those that have words here."""
+    return any(part in str(error) for part, _ in CAUSES)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def place_in_forward(error: BaseException) -> str:
     """Return the line at which an error left the network's own code, in words."""
     place = ""
     is_within = False

@@ -52,9 +52,17 @@ class AveragePool(Pool):
 
     def _pooled(self, work: Work, rows: Tensor) -> Tensor:
         value = work.value
+        axis = work.state.axis
         if rows.dtype != torch.float64:
             rows = rows.float()
         settings = value.args[1:]
+        kernel = three(value.argument(1))
+        count = rows.shape[axis]
+        if (
+            count < kernel[axis - 2]
+        ):  # The last window of ceil_mode alone: torch takes none with more rows than there are.
+            cut = (*kernel[: axis - 2], count, *kernel[axis - 1 :])
+            settings = (cut, cut, *settings[2:])
         result: Tensor = value.target(rows, *settings)
         return result
 

@@ -159,7 +159,14 @@ def gradients_by_autograd(
     for weight in weights:
         parameter = parameters[weight.name]
         state.add_gradient(weight, gradient_of[id(parameter)])
-    return [gradient_of.get(id(leaf)) for leaf in leaves]
+    return [_with_memory(gradient_of.get(id(leaf))) for leaf in leaves]
+
+
+def _with_memory(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient to which others may be added in place: that of a sum is one number, expanded."""
+    if gradient is None or 0 not in gradient.stride():
+        return gradient
+    return gradient.contiguous()
 
 
 def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State) -> Tensor:

@@ -16,6 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from unet3d.base import signals
 from unet3d.recomputing.changes import Changes, Flip, Table, flip
 from unet3d.recomputing.costs import Sizes
 from unet3d.recomputing.schedule import Passes, Peak, Schedule
@@ -82,6 +83,7 @@ def front(sizes: Sizes) -> list[Schedule]:
         _descend(best, starts[score], LIMITS[-1], round(tries * SHARE_OF_DESCENT))
     draw = random.Random(0)
     for limit in LIMITS:
+        signals.raise_again()
         least = _improve(best, _least_within(best, limit), limit, tries // ROUNDS, draw)
         other = _improve(best, _elsewhere(best, limit), limit, tries // ROUNDS, draw)
         _improve(best, min(least, other, key=_scored).table, limit, tries // ROUNDS, draw)

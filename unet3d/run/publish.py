@@ -35,7 +35,7 @@ from unet3d.training import checkpoint, metrics
 PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
 PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published, besides those of data that name files
 SAME = (  # how a network sees images, and what its classes are
-    *("model.", "inference.overlap", "inference.mirror", "amp"),
+    *("model", "inference.overlap", "inference.mirror", "amp", "amp_dtype"),
     *("data.affine", "data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
 )
 SCORES = "scores.csv"
@@ -113,7 +113,8 @@ def _refuse_different(publication: Publication, first: Publication) -> None:
     options = compose.flat(compose.to_plain(publication.networks.config), ".")
     first_options = compose.flat(compose.to_plain(first.networks.config), ".")
     for name in options:
-        if name.startswith(SAME) and options[name] != first_options[name]:
+        is_same_by_need = any(f"{name}.".startswith(f"{same}.") for same in SAME)
+        if is_same_by_need and options[name] != first_options[name]:
             different.append(name)
     if different:
         paths = f"{publication.networks.path}: differs from {first.networks.path}"
