@@ -313,7 +313,7 @@ def test_the_table_by_layer_can_be_drilled_down(
         (("--depth", "1", "batch=1,2"), ["--depth", "commas"]),
         (("--below", "8GiB", "--json", "chkpt=2"), ["chkpt"]),
         (("--below", "8GiB", "--json", *of_skips(nope=1)), ["--args", "nope"]),
-        (("--below", "8GiB", *of_failing("forward")), [f"{__name__}:Failing", "--input", "KeyError: 'of forward'"]),
+        (("--below", "8GiB", *of_failing("forward")), ["Failing", "1x1x8x8x8", "KeyError: 'of forward'"]),
         (("--below", "8GiB", *of_failing("init")), [f"{__name__}:Failing", "--args", "AttributeError: of init"]),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else "",

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def _dyn(**options: Any) -> nn.Module:
 def _monai(name: str, *arguments: Any, **options: Any) -> nn.Module:
     from monai.networks import nets
 
-    return getattr(nets, name)(*arguments, **options)
+    return attrgetter(name)(nets)(*arguments, **options)
 
 
 MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
@@ -80,17 +81,14 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
         lambda: _monai("UNETR", 1, 3, (16, 16, 16), 4, 8, 8, 2, dropout_rate=0.2),
         (16, 16, 16),
     ),
-    "SwinUNETR": (
+    "SwinTransformer, of SwinUNETR": (
         lambda: _monai(
-            *("SwinUNETR", 1, 3),
-            feature_size=12,
-            depths=(2, 1, 1, 1),
-            num_heads=(1, 2, 3, 4),
-            window_size=4,
+            *("swin_unetr.SwinTransformer", 1, 12, (4, 4, 4), (2, 2, 2), (2, 1, 1, 1), (1, 2, 3, 4)),
             attn_drop_rate=0.2,
-            dropout_path_rate=0.3,
+            drop_path_rate=0.3,
+            spatial_dims=3,
         ),
-        (64, 32, 32),
+        (32, 16, 16),
     ),
     "DenseNet": (lambda: _monai("DenseNet", 3, 1, 2, 4, 2, (2, 2), dropout_prob=0.1), (16, 16, 16)),
     "VarAutoEncoder": (lambda: _monai("VarAutoEncoder", 3, (1, 16, 8, 8), 1, 4, (4, 8), (2, 2)), (16, 8, 8)),

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unet3d.base.errors import UserError
+from unet3d.base.errors import UserError, reason
 from unet3d.recomputing.blocks import marked
 from unet3d.recomputing.exported import Reader
 from unet3d.recomputing.graph import Graph
 from unet3d.recomputing.refusals import (
     cannot_trace,
-    first_line,
     has_known_cause,
     place_in_forward,
     refuse_averages_over_all,
@@ -71,9 +70,7 @@ def cannot_take(
         if error is None:
             return None
         image = f"{'x'.join(map(str, size))}, {str(dtype).removeprefix('torch.')}"
-        problem = (
-            f"{type(model).__name__} cannot take an image of {image}{place_in_forward(error)}: {first_line(error)}"
-        )
+        problem = f"{type(model).__name__} cannot take an image of {image}{place_in_forward(error)}: {reason(error)}"
         for factor in FACTORS:
             larger = [*size[:2], *(math.ceil(length / factor) * factor for length in size[2:])]
             if larger != list(size) and _raised(model, larger, dtype, device) is None:
