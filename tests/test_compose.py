@@ -383,6 +383,10 @@ def test_a_text_of_a_file_is_the_word_that_stands_there_or_is_refused(tmp_path: 
     named.write_text("# @package _global_\nwandb: {name: '1_2', tags: [1.5, 2024-10-05]}\ndata: {cache: off}\n")
     config = compose.compose(words)
     assert (config.wandb.name, config.wandb.tags) == ("1_2", ["1.5", "2024-10-05"]) and config.data.cache == "off"
+    named.write_text("# @package _global_\n# nothing\n")
+    assert compose.compose(words) == compose.compose([])
+    named.write_text("# @package _global_\ndata: {patch: &p [16, 16, 16], phantom: {shape: *p}}\n")
+    assert compose.compose(words).data.phantom.shape == [16, 16, 16]
     path = tmp_path / "plan.yaml"
     for word in WORDS:
         path.write_text(f"options: {{data: {{classes: [background, {word}]}}}}\n")

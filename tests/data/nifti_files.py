@@ -40,7 +40,7 @@ def write(path: Path, voxels: np.ndarray, affine: np.ndarray = LPS) -> Path:
     return path
 
 
-def stated_twice(path: Path) -> Path:
+def doubtful_places(path: Path) -> Path:
     """Give a file a sform of 1 mm beside its qform and pixdim, as ACDC's have it."""
     stored = nib.load(path)
     header = stored.header.copy()

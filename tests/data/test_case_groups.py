@@ -139,5 +139,14 @@ def test_a_split_file_that_tears_a_group_is_refused(tmp_path: Path) -> None:
         parts(data)
 
 
+@pytest.mark.parametrize("other", ["m\u00fcller", "Mu\u0308ller", "M\u00dcLLER"])
+def test_one_name_written_in_two_ways_is_refused(tmp_path: Path, other: str) -> None:
+    names = ["M\u00fcller", other, *("p" * len(IDS))]
+    rows = "\n".join(f"{case},{name}" for case, name in zip(IDS, names, strict=False))
+    (tmp_path / "g.csv").write_text(f"case,group\n{rows}\nunlabelled,p\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"g\.csv: .*are two groups"):
+        every(Data(folds=2, groups=str(tmp_path / "g.csv")))
+
+
 def test_an_expression_can_be_written_on_the_command_line() -> None:
     assert compose.compose(["data.groups='^([^_]+)_'"]).data.groups == "^([^_]+)_"

@@ -247,6 +247,7 @@ def test_nnunet_layout(tmp_path: Path) -> None:
         ({"labels": {"background": 0, "organ": 2}}, ["[0, 2]", "data.label_map={1:2}"]),
         ({"labels": {"0": "background", "1": "organ"}}, ['{"background": 0, "organ": 1}']),
         ({"labels": {"background": 0, " ": 1}}, ["' ' is blank"]),
+        ({"labels": {"organ": 0, "Background": 1}}, ["label 1 is called Background", "swap"]),
         *(({"labels": {"background": 0, "organ": value}}, ["'organ'"]) for value in (True, "1", 1.0, ["1"])),
         ({"labels": {"background": 0, "organ": 10**400}}, ["labels"]),
         ({"channel_names": None}, ['"channel_names"', "object"]),
@@ -408,6 +409,9 @@ def test_label_maps_that_are_called_as_channels_are_refused(tmp_path: Path) -> N
     assert holds(refusal(data), ["/labels/a_0000.nii: ", "its case, a,"])
     data = folders(tmp_path / "g", ["a_0000.nii", "a_0001.nii"], ["a_0000.nii"])
     assert holds(refusal(data), ["/labels/a_0000.nii: ", "rename it to a.nii"])
+    names = [f"case_{number:04d}.nii" for number in range(3)]
+    numbered = read_dataset(folders(tmp_path / "h", names, names[::2]))
+    assert [case.id for case in numbered.cases] == ["case_0000", "case_0001", "case_0002"]
 
 
 def test_files_that_end_otherwise_than_dataset_json_says_are_read(tmp_path: Path) -> None:

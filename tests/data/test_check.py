@@ -23,12 +23,12 @@ from nifti_files import (
     changed,
     checked,
     decathlon,
+    doubtful_places,
     errors,
     holds,
     image,
     label,
     rewrite,
-    stated_twice,
     told,
     write,
     write_header,
@@ -294,10 +294,10 @@ def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
     write(tmp_path / "labelsTr/a.nii.gz", label(), nib.load(path).affine)
     wanted = [f"{WARNING}a: {path}: ", *parts]
     assert told([line for line in checked(data) if "imagesTr" in line], [wanted])
-    is_of_units = kind in ("metres", "yards")
-    assert told(checked(data, full=False), [wanted] * is_of_units), "a run starts all the same"
+    is_told = kind in ("metres", "yards", "unplaced")
+    assert told(checked(data, full=False), [wanted] * is_told), "a run starts all the same"
     prepare_data(data)
-    assert told(capsys.readouterr().err.splitlines(), [wanted] * is_of_units)
+    assert told(capsys.readouterr().err.splitlines(), [wanted] * is_told)
     if kind == "twofold":
         ready = prepare_data(data)
         assert np.array_equal(ready.read.read_volume(ready.train[0]).image[0], image()[::-1, ::-1]), (
@@ -311,7 +311,7 @@ def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
 ) -> None:
     data = decathlon(tmp_path)
     for path in tmp_path.glob("*/*.nii.gz"):
-        stated_twice(path)
+        doubtful_places(path)
     parts = [
         "1 x 1 x 1 mm by its sform",
         "1 x 1.5 x 2.5 mm by its qform and pixdim",
@@ -335,7 +335,7 @@ def test_headers_alone_put_a_label_map_elsewhere(tmp_path: Path) -> None:
     """As where a program has read the image by its qform."""
     data = decathlon(tmp_path)
     for name in "abcd":
-        stated_twice(tmp_path / f"imagesTr/{name}.nii.gz")
+        doubtful_places(tmp_path / f"imagesTr/{name}.nii.gz")
     lines = errors(checked(data))
     assert len(lines) == 4 and all("by their qform both have one grid: add data.affine=qform" in line for line in lines)
     data.affine = "qform"

@@ -250,6 +250,8 @@ def test_names_of_a_map(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.label_map=\{1: \[1, 9\]\}: .*\b9\b.*\b0, 1, 2;.*data\.classes"):
         read_dataset(replace(data, label_map={1: [1, 9]}))
     assert read_dataset(replace(data, label_map={1: [1, 9]}, classes=["a", "b"])).classes == ("a", "b")
+    names = read_dataset(data).classes
+    assert read_dataset(replace(data, label_map={1: 1, 2: 4})).classes == names, "files that dataset.json misstates"
     with pytest.raises(UserError, match=r"^data\.label_map=.*: .*\b2\b.*data\.classes .*\b3\b"):
         compose.compose(["data.label_map={1:[1,2]}", "data.classes=[a,b,c]"])
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from guards import nothing, without
 from nibabel.arrayproxy import ArrayProxy
-from nifti_files import LPS, holds, image, label, stated_twice, write, write_header
+from nifti_files import LPS, doubtful_places, holds, image, label, write, write_header
 
 from unet3d.base.errors import UserError
 from unet3d.data import nifti, nifti_labels, nifti_write
@@ -210,7 +210,7 @@ def test_an_affine_that_overflows_is_refused_without_a_warning(tmp_path: Path) -
 def test_an_affine_is_that_of_the_form_and_the_header_stays_as_it_is(
     tmp_path: Path, form: str, wanted: np.ndarray
 ) -> None:
-    path = stated_twice(write(tmp_path / "a.nii", image()))
+    path = doubtful_places(write(tmp_path / "a.nii", image()))
     found = nifti.open_image("a", path, form)
     np.testing.assert_allclose(found.affine, wanted, atol=1e-5)
     for name in ("sform", "qform"):
@@ -240,7 +240,7 @@ BENT = ("quatern", 0.6, 0.6, 0.6)
 def test_a_form_that_is_no_affine_is_refused_with_one_that_is(
     tmp_path: Path, form: str, fields: list[tuple], parts: list[str]
 ) -> None:
-    path = stated_twice(write(tmp_path / "a.nii", image()))
+    path = doubtful_places(write(tmp_path / "a.nii", image()))
     for field in fields:
         write_header(path, *field)
     if not parts:

@@ -20,7 +20,7 @@ def training(overrides: Iterable[str]) -> str:
 
 
 def shared(overrides: Iterable[str]) -> str:
-    """Return the same for a page that others get: it names no place on this machine."""
+    """Return the same for a page that others get, without the place of the interpreter."""
     return shlex.join(["python", "-m", "unet3d", "train", *overrides])
 
 

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"-o {arguments.out}: names one file, --shard a part of many; give a folder")
     from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predict
-    from unet3d.run.origins import Origins
+    from unet3d.run.origins import RECORD, Origins
 
     segmenter = _open_segmenter(arguments)
     refuse_large_window(segmenter.predictor, arguments.checkpoint)
@@ -45,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
         lifecycle.print_error(f"error: {escaped(problem)}")
     paths_of = {case.id: _paths(case, arguments, is_file) for case in cases}
     _refuse_images(paths_of.values(), predict.files_in(arguments.inputs)[0], is_file)
-    folder = arguments.out.parent if is_file else arguments.out
-    origins = Origins(folder, segmenter.origin, arguments.checkpoint)
+    record = arguments.out / RECORD if not is_file else arguments.out.with_name(f".{arguments.out.name}.jsonl")
+    origins = Origins(record, segmenter.origin, arguments.checkpoint)
     missing_of = _missing(origins, cases, paths_of, arguments.overwrite)
-    for line in predict.stated_twice_in(cases):
+    for line in predict.doubtful_places_in(cases):
         lifecycle.print_error(f"warning: {escaped(line)}")
     failed = len(problems)
     written = 0

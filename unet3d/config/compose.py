@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -21,7 +22,6 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
-from unet3d.base.files import read_yaml
 from unet3d.config.earlier import of_today
 from unet3d.config.hydra_errors import ABOUT, in_one_line, nearest, point_for_comma, quoted
 from unet3d.config.plain_values import flat
@@ -133,9 +133,11 @@ def _refuse_misread_files(composed: Composed) -> None:
     for group, choice in composed.tree.hydra.runtime.choices.items():
         for name in [choice] if isinstance(choice, str) else choice or []:
             for file in files_of(group, str(name), folders):
-                written = read_yaml(file.path, as_written=True)
-                written.pop("defaults", None)
-                refuse_misread(file.path, file.values, written, file.prefix.rstrip("."))
+                # These files are the user's own, which may have aliases.
+                written = yaml.BaseLoader(file.path.read_text()).get_single_data()
+                if isinstance(written, dict):
+                    written.pop("defaults", None)
+                    refuse_misread(file.path, file.values, written, file.prefix.rstrip("."))
 
 
 def apply_plan(composed: Composed) -> None:

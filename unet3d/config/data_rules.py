@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from unet3d.base.errors import UserError
-from unet3d.config.region_rules import MAX_LABEL, checked_regions, refuse_blank, refuse_hidden
+from unet3d.config.region_rules import MAX_LABEL, checked_regions, refuse_background, refuse_blank, refuse_hidden
 from unet3d.config.schema import UNNAMED, Data
 
 RANGES = ("scaling", "contrast", "gamma", "blur", "low_resolution")  # options of data.augment: [smallest, largest]
@@ -22,10 +22,26 @@ def check_data(data: Data) -> None:
     _check_fold("sparse_fold", data.sparse_fold, data.sparse_folds)
     if data.format in UNNAMED and not data.classes and data.regions is None:
         raise UserError(f"data.classes is not set: data={data.format} needs the class names, e.g. [background,organ]")
-    refuse_blank(data.classes or (), f"data.classes={data.classes}")
     _check_label_map(data)
     _check_regions(data)
     _check_sparse(data)
+
+
+def check_classes_of_new_run(data: Data) -> None:
+    """Raise UserError for names that are blank, and regions that no label map can show.
+
+    Runs and checkpoints that have such classes are still read.
+    """
+    refuse_blank(data.classes or (), f"data.classes={data.classes}")
+    refuse_background(data.classes or (), f"data.classes={data.classes}")
+    if data.regions is None:
+        return
+    option = f"data.regions={data.regions}"
+    names = [str(name) for name in data.regions]
+    refuse_blank(names, option)
+    if data.label_map is None:  # else they are of other labels
+        regions = checked_regions(data.regions, data.regions_class_order, option, "data.regions_class_order")
+        refuse_hidden(names, regions, option)
 
 
 def _check_fold(name: str, index: int | None, count: int) -> None:
@@ -74,11 +90,7 @@ def _check_regions(data: Data) -> None:
         raise UserError(f"{option}: give names and labels, as in 'data.regions={{whole:[1,2,3],core:[2,3],rim:3}}'")
     if data.classes:
         raise UserError(f"{option}: names the classes, so that data.classes has nothing to name; leave it unset")
-    regions = checked_regions(data.regions, data.regions_class_order, option, "data.regions_class_order")
-    names = [str(name) for name in data.regions]
-    refuse_blank(names, option)
-    if data.label_map is None:  # else they are of other labels
-        refuse_hidden(names, regions, option)
+    checked_regions(data.regions, data.regions_class_order, option, "data.regions_class_order")
 
 
 def label_sources(label_map: Any) -> dict[int, list[int]]:

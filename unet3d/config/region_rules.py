@@ -44,6 +44,13 @@ def refuse_blank(names: Iterable[str], where: object) -> None:
             raise UserError(f"{where}: {reprlib.repr(name)} has blanks around it; write {reprlib.repr(name.strip())}")
 
 
+def refuse_background(names: Sequence[str], where: object) -> None:
+    """Raise UserError for a class that is called background but is not the first."""
+    for number, name in enumerate(names):
+        if number and name.casefold() == "background":
+            raise UserError(f"{where}: label {number} is called {name}, but 0 is the background; swap the names")
+
+
 def refuse_hidden(names: Sequence[str], regions: Regions, where: object) -> None:
     """Raise UserError where a region of these names is drawn over by a later one, and so in no label map."""
     hidden = regions.hidden()

@@ -13,7 +13,7 @@ from typing import Any
 from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
-from unet3d.config.data_rules import check_data
+from unet3d.config.data_rules import check_classes_of_new_run, check_data
 from unet3d.config.model_rules import check_model, check_outputs, check_patch
 from unet3d.config.schema import GENERATED, Config, Model
 
@@ -57,6 +57,8 @@ def check(config: Config, here: bool = True) -> None:
         budget_bytes(config.budget)
     if here:
         _check_place(config)
+    if here and config.resume is None:
+        check_classes_of_new_run(config.data)
 
 
 def check_options(config: Config) -> None:

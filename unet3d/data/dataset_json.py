@@ -10,7 +10,7 @@ from textwrap import shorten
 from typing import Any
 
 from unet3d.base.errors import UserError, escaped
-from unet3d.config.region_rules import MAX_LABEL, refuse_blank
+from unet3d.config.region_rules import MAX_LABEL, refuse_background, refuse_blank
 from unet3d.data import labels
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
@@ -213,6 +213,7 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: Path | str)
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
     classes = in_sequence(labelled, "labels", where, labels.numbered(labelled))
     refuse_blank(classes, f"{where}: labels")
+    refuse_background(classes, f"{where}: labels")
     if len(classes) < 2 or len({*classes}) < len(classes):
         remedy = "give the background and one class or more, each its own name"
         raise UserError(f"{where}: labels {shown(list(classes))}; {remedy}")

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -57,13 +58,19 @@ def other_volumes(folders: Iterable[Path]) -> str:
 def images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Path]]:
     """Return the images of a folder by case, whose label maps have these names. Raises UserError where one has none."""
     stems = by_stem(volumes_in(images))
-    of_several = {name: path for name, path in maps.items() if f"{without_channel(name)}_0001" in stems}
+    counts = Counter(map(without_channel, maps))
+    of_several = {}
+    for name, path in maps.items():
+        case_id = without_channel(name)
+        if f"{case_id}_0001" in stems and counts[case_id] == 1:  # else cases are numbered so
+            of_several[name] = path
     refuse_channel_names(of_several, stems)
     grouped = dict[str, list[Path]]()
     for name, path in stems.items():
         # scan_2019 ends like a channel; it is one only beside scan_0000, and if no label map is called scan_2019.
         case_id = without_channel(name)
-        is_channel = f"{case_id}_0000" in stems and name not in maps
+        first = f"{case_id}_0000"
+        is_channel = first in stems and first not in maps and name not in maps
         grouped.setdefault(case_id if is_channel else name, []).append(path)
     without_image = sorted({*maps} - {*grouped})
     if without_image:

@@ -9,6 +9,7 @@ from nibabel.affines import apply_affine
 from nibabel.spatialimages import HeaderDataError
 
 FORMS = ("sform", "qform", "pixdim")  # the first that a header has counts, as in nibabel
+GUESS = "which side is left is a guess"
 DECIDES = "data.affine=sform, qform or pixdim decides"
 SMALLEST = 1e-7  # mm, below a nanometre: squares of less vanish
 LARGEST = 1e7  # mm, above a kilometre: squares of more overflow
@@ -80,11 +81,13 @@ def affine_if_sound(header: nib.Nifti1Header, form: str) -> np.ndarray | None:
 
 
 def two_sizes(header: nib.Nifti1Header, form: str) -> str:
-    """Return the voxel sizes of a header that states two, and which counts; "" for one, or where `form` is chosen.
+    """Return the voxel sizes of a header that states two, and which counts, or that it places no voxel.
 
-    A qform has the voxel sizes of pixdim, so that only a sform can differ.
+    "" for one, or where `form` is chosen. A qform has the voxel sizes of pixdim, so that only a sform can differ.
     """
     taken = form_taken(header, form)
+    if form == "auto" and taken == "pixdim":
+        return f"has neither sform nor qform: {GUESS}"
     if header["sform_code"] <= 0 or taken == form:
         return ""
     by_sform = np.linalg.norm(header.get_sform()[:3, :3], axis=0)
@@ -92,7 +95,8 @@ def two_sizes(header: nib.Nifti1Header, form: str) -> str:
     if np.allclose(by_sform, by_pixdim, rtol=SAME_SIZE, atol=0):
         return ""
     other = "qform and pixdim" if header["qform_code"] > 0 else "pixdim"
-    what = f"has voxels of {_lengths(by_sform)} mm by its sform, of {_lengths(by_pixdim)} mm by its {other}"
+    has = "has" if form == "auto" else f"has no {form}, but"
+    what = f"{has} voxels of {_lengths(by_sform)} mm by its sform, of {_lengths(by_pixdim)} mm by its {other}"
     return f"{what}; the {taken} is taken"
 
 
@@ -113,11 +117,15 @@ def two_places(header: nib.Nifti1Header, form: str) -> str:
 
 
 def in_one_line(lines: Sequence[str], remedy: str = DECIDES) -> list[str]:
-    """Return one line for all files that state where their voxels lie twice, each with a line here; none for none."""
-    if not lines:
-        return []
-    count = f" ({len(lines):,} such files)" if len(lines) > 1 else ""
-    return [f"{lines[0]}{count}; {remedy}"]
+    """Return a line for all files that state where their voxels lie twice, and one for those that do not state it."""
+    guesses = [line for line in lines if line.endswith(GUESS)]
+    others = [line for line in lines if not line.endswith(GUESS)]
+    result = []
+    for some, remedy_of in ((guesses, "set one"), (others, remedy)):
+        if some:
+            count = f" ({len(some):,} such files)" if len(some) > 1 else ""
+            result.append(f"{some[0]}{count}; {remedy_of}")
+    return result
 
 
 def _lengths(sizes: Sequence[float]) -> str:

@@ -2,13 +2,13 @@
 
 import csv
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from unet3d.base.errors import UserError
 from unet3d.data import nifti
 from unet3d.data.dataset_json import read_json, read_words, shown
-from unet3d.data.file_names import without_channel
 
 TABLES = (".csv", ".tsv")  # endings of a table, which may have another
 COLUMNS = ("case", "group")  # of a table
@@ -23,7 +23,7 @@ def group_of_cases(ids: Sequence[str], option: str) -> dict[str, str]:
     ending = path.suffix.lower()
     if ending == ".json":
         listed = _from_json(path, ids)
-    elif ending in TABLES or path.is_file():
+    elif ending in TABLES or _is_file(path):
         listed = _from_table(path, ids)
     else:
         return _matched(ids, option)
@@ -34,7 +34,30 @@ def group_of_cases(ids: Sequence[str], option: str) -> dict[str, str]:
         others = [name for name in listed if name not in ids]
         found = f"; it names {shown(others[0])}" if others else ""
         raise UserError(f"data.groups={path}: {what}{found}")
-    return {case_id: listed[case_id] for case_id in ids}
+    groups = {case_id: listed[case_id] for case_id in ids}
+    _refuse_alike(path, groups.values())
+    return groups
+
+
+def _refuse_alike(path: Path, names: Iterable[str]) -> None:
+    """Raise UserError for groups whose names differ in capitals, in how an accent is stored, or as 1 and 1.0 do."""
+    seen = dict[str, str]()
+    for name in names:
+        folded = unicodedata.normalize("NFKC", name).casefold()
+        plain = re.sub(r"^(\d+)\.0+$", r"\1", folded)
+        other = seen.setdefault(plain, name)
+        if other != name:
+            raise UserError(
+                f"data.groups={path}: {shown(other)} and {shown(name)} are two groups; write one name alike"
+            )
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a file is there; an expression may be longer than any name."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def known_id(name: object, ids: Collection[str]) -> str | None:
@@ -46,7 +69,7 @@ def known_id(name: object, ids: Collection[str]) -> str | None:
     if name in ids:
         return name
     stem = nifti.stem(Path(name.strip()))
-    return next((short for short in (stem, without_channel(stem)) if short in ids), None)
+    return next((short for short in (stem, stem.removesuffix("_0000")) if short in ids), None)
 
 
 def _matched(ids: Sequence[str], expression: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ class CaseHeader(NamedTuple):
     orientation: str  # of the first image's axes, such as LPS; "" where it cannot be read
     channels: int  # of all images that could be read
     lines: tuple[str, ...]  # what is wrong, and warnings of what the options accept
-    sizes: tuple[str, ...]  # of files that state two voxel sizes
+    sizes: tuple[str, ...]  # of files that state two voxel sizes, or no place
     hashes: dict[str, Hashes]  # of "images" and "labels", if asked for and all could be read
 
     @property
@@ -86,13 +86,13 @@ def scan_case(
         orientation="" if first is None else "".join(nib.aff2axcodes(first.affine)),
         channels=channels,
         lines=(*_bounded(case, problems), *_bounded(case, _warnings(case, headers, problems), WARNING)),
-        sizes=tuple(stated_twice(case, headers)),
+        sizes=tuple(doubtful_places(case, headers)),
         hashes=hashes,
     )
 
 
-def stated_twice(case: Case, headers: Headers) -> Iterator[str]:
-    """Yield a line for each file that states two voxel sizes."""
+def doubtful_places(case: Case, headers: Headers) -> Iterator[str]:
+    """Yield a line for each file that states two voxel sizes, or no place."""
     for path, image in headers.items():
         words = two_sizes(image.header, case.affine)
         if words:
@@ -105,8 +105,6 @@ def oddities(image: nib.Nifti1Image, form: str) -> Iterator[str]:
     axes = image.affine[:3, :3] / voxel_sizes(image.affine)
     if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
         yield "its grid is sheared; it is used as if its axes were at right angles"
-    if max(header["sform_code"], header["qform_code"]) <= 0:
-        yield "neither sform nor qform is set: which side is left is a guess; set one"
     taken = form_taken(header, form)
     if taken != form and header["qform_code"] > 0 and affine_if_sound(header, "qform") is None:
         yield f"its qform is no rotation; the {taken} is taken"

@@ -12,7 +12,7 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
-from unet3d.data.forms import LARGEST, SMALLEST
+from unet3d.data.forms import LARGEST, SMALLEST, affine_if_sound
 from unet3d.data.nifti import open_image, quiet_nibabel, stem
 from unet3d.data.nifti_write import labels_like, scores_like
 
@@ -165,13 +165,17 @@ def returned(image: ImageLike, labels: np.ndarray, case: Case) -> np.ndarray | n
     """Return labels (X, Y, Z) of a case as an array where an array was given, else on the grid of its first file."""
     if isinstance(image, np.ndarray):
         return labels
-    source = open_image(case.id, case.images[0])
-    return _with_affine(labels_like(labels, source), source)
+    source = open_image(case.id, case.images[0], case.affine)
+    return _placed(labels_like(labels, source), source, case)
 
 
-def _with_affine(image: nib.Nifti1Image, source: nib.Nifti1Image) -> nib.Nifti1Image:
-    """Return the image with the affine of `source` as it was read: its header's may be rounded otherwise."""
-    return type(image)(image.dataobj, source.affine, image.header)
+def _placed(image: nib.Nifti1Image, source: nib.Nifti1Image, case: Case) -> nib.Nifti1Image:
+    """Return the image with the affine of `source` as it was read: its header's may be rounded otherwise.
+
+    Where data.affine names a form, the header keeps what the file's says, if that is an affine.
+    """
+    kept = None if case.affine == "auto" else affine_if_sound(source.header, "auto")
+    return type(image)(image.dataobj, source.affine if kept is None else kept, image.header)
 
 
 class Probabilities:
@@ -179,7 +183,7 @@ class Probabilities:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._shape = open_image(case.id, case.images[0]).shape[:3]
+        self._shape = open_image(case.id, case.images[0], case.affine).shape[:3]
         self._scores = np.empty(0, np.float32)
 
     def __call__(self, label: int, classes: int) -> np.ndarray:
@@ -193,5 +197,5 @@ class Probabilities:
         """Return K X Y Z where an array was given, else an image X Y Z K on the grid of its first file."""
         if isinstance(image, np.ndarray):
             return self._scores
-        source = open_image(self._case.id, self._case.images[0])
-        return _with_affine(scores_like(np.moveaxis(self._scores, 0, -1), source), source)
+        source = open_image(self._case.id, self._case.images[0], self._case.affine)
+        return _placed(scores_like(np.moveaxis(self._scores, 0, -1), source), source, self._case)

@@ -3,7 +3,7 @@
 And the map that unexpected labels need.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from textwrap import shorten
 
 from unet3d.base.errors import UserError
@@ -37,16 +37,24 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
     if data.classes:
         new_names = dict(enumerate(data.classes))
     else:
-        unknown = sorted(old for old, new in relabel.items() if new and old not in names)
+        in_order = [names[label] for label in sorted(names) if label != ignore]
+        unknown = []
+        for new, olds in sources.items():
+            unnamed = [old for old in olds if old not in names]
+            has_name = len(unnamed) == len(olds) and new < len(in_order)  # that of dataset.json's label in this place
+            unknown += [] if has_name or not new else unnamed
         if unknown:
             known = shorten(
                 ", ".join(map(str, sorted(names))),
                 MAX_NAMES,
                 placeholder=" ...",
             )
-            what = f"dataset.json names no label {unknown[0]}, only {known}"
+            what = f"dataset.json names no label {min(unknown)}, only {known}"
             raise UserError(f"{option}: {what}; name the new classes in data.classes")
-        new_names = {new: "+".join(names[old] for old in olds) for new, olds in sources.items() if new}
+        new_names = {}
+        for new, olds in sources.items():
+            if new:
+                new_names[new] = "+".join(names[old] for old in olds if old in names) or in_order[new]
         new_names[0] = names.get(0, "background")
     background = dict.fromkeys([0, *(old for old in names if old != ignore)], 0)
     return new_names, background | relabel
@@ -140,7 +148,7 @@ def _sources(occurring: Collection[int], classes: int, relabel: Relabel) -> dict
     if not others or not _are_classes(others):
         return {}
     if relabel is not None:
-        return _with_background(others, classes, relabel)
+        return _mapped(others, {*occurring}, classes, relabel)
     labels = range(1, classes)
     absent = [label for label in labels if label not in occurring]
     if len(others) > len(absent):  # more labels than classes
@@ -152,14 +160,22 @@ def _sources(occurring: Collection[int], classes: int, relabel: Relabel) -> dict
     return sources
 
 
-def _with_background(others: Sequence[int], classes: int, relabel: Mapping[int, int]) -> dict[int, int | list[int]]:
-    """Return the labels of files for each new one, as a map has them, and `others` for the background."""
+def _mapped(
+    others: Sequence[int], occurring: Set[int], classes: int, relabel: Mapping[int, int]
+) -> dict[int, int | list[int]]:
+    """Return the labels of files for each new one, as a map has them.
+
+    `others` are for classes of which none of the labels occurs, if these are as many, or else for the background.
+    """
     sources = dict[int, int | list[int]]()
+    olds_of = {number: [old for old, new in relabel.items() if new == number] for number in range(classes)}
+    absent = [number for number in range(1, classes) if occurring.isdisjoint(olds_of[number])]
+    if len(others) == len(absent):  # rather a label that is called otherwise than one that nobody means
+        sources.update((number, olds_of[number]) for number in range(1, classes))
+        sources.update(zip(absent, others, strict=True))
+        return sources
     for number in range(classes):
-        olds = [old for old, new in relabel.items() if new == number]
-        if number == 0:
-            olds += others
-        sources[number] = sorted(olds)
+        sources[number] = sorted([*olds_of[number], *(others if number == 0 else ())])
     return sources
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unet3d.base import progress, ranks
-from unet3d.base.errors import UserError, listed
+from unet3d.base.errors import UserError, escaped, listed
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
 from unet3d.data import disk_cache
@@ -104,7 +104,7 @@ def _refuse_nothing_to_learn(data: PreparedData, options: Data) -> None:
         lines.append(f"{WARNING}{data.dataset.name}: {problem}: {effect}, or hold out others (data.split, data.fold)")
     if not ranks.RANK:
         for line in lines:
-            print(line, file=sys.stderr)
+            print(escaped(line), file=sys.stderr)
 
 
 def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:

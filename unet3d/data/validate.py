@@ -11,7 +11,7 @@ import numpy as np
 from nibabel.orientations import apply_orientation
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, listed
+from unet3d.base.errors import UserError, escaped, listed
 from unet3d.config.region_rules import MAX_LABEL
 from unet3d.config.schema import Data
 from unet3d.data import nifti
@@ -121,12 +121,12 @@ def sound_headers(
     if problems:
         raise UserError("\n".join(listed(problems)))
     for line in listed(lines):
-        print(line, file=sys.stderr)
+        print(escaped(line), file=sys.stderr)
     return headers
 
 
 def _warnings_of_sizes(headers: Mapping[str, CaseHeader]) -> list[str]:
-    """Return one warning for all files of the cases that state two voxel sizes."""
+    """Return a warning for all files of the cases that state two voxel sizes, and one for those that state no place."""
     lines = [line for header in headers.values() for line in header.sizes]
     return [f"{WARNING}{line}" for line in in_one_line(lines)]
 

@@ -198,7 +198,7 @@ def _why_unused(draft: Draft, choice: Choice) -> str:
         if choice.larger[-1] == choice.larger[0]:
             return "the time allows no larger patch"
         return "the next larger patch does not fit"
-    whole = "the patch is the whole volume"
+    whole = "no larger patch lies within the median volume"
     if max(shape_of(draft)) > LONGEST:
         whole = f"a patch has {LONGEST:,} voxels an axis at most"
     if fit.config.batch >= BATCHES[draft.device]:

@@ -32,7 +32,7 @@ from unet3d.recomputing.scratch import plain_bytes
 
 Plan = Literal["lean", "tiles", "auto"]
 MANY_PROGRAMS = 20  # So many schedules of one network are warned of: each takes seconds to find.
-MOST_PROGRAMS = 64  # So many are kept, those that were taken last.
+MOST_PROGRAMS = 64  # So many are kept, those that were found last.
 
 
 def recompute(
@@ -228,9 +228,7 @@ class Schedules:
         if key not in self.programs:
             self.code = code_of(self.network)
             key = self._key(about_image)
-        if key in self.programs:
-            self.programs[key] = self.programs.pop(key)  # Which is then the last.
-        else:
+        if key not in self.programs:
             self._say_that_it_searches(image, autocast)
             # What is set around a pass, for debugging or to save memory, is not for what is done to find a schedule.
             with saved_tensors_hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
@@ -239,7 +237,7 @@ class Schedules:
             self._announce(self.programs[key])
             for known in (self.programs, self.prepared):
                 while len(known) > MOST_PROGRAMS:
-                    del known[next(iter(known))]
+                    known.pop(next(iter(known)), None)
             if len(self.programs) == MANY_PROGRAMS:
                 reason = "one for each size of images and each value of what forward reads, such as a counter"
                 warnings.warn(f"recompute: {MANY_PROGRAMS} schedules were found, {reason}", stacklevel=2)

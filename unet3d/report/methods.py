@@ -171,7 +171,7 @@ def _loss(config: Config, run: RunRecord) -> str:
     details = []
     if loss.path or loss.name != "ce":
         details.append(f"Dice over {'the batch as one volume' if loss.batch_dice else 'each patch'}")
-    if loss.weights is not None:
+    if loss.weights:
         details.append(f"classes weighted {listed([f'{weight:g}' for weight in loss.weights])}")
     return f"{words} ({', '.join(details)})" if details else words
 

@@ -13,7 +13,7 @@ from unet3d.data.in_memory import ImageLike, Probabilities, are_paths, returned,
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import read_networks
-from unet3d.run.predict import Segmenter, segmenter, stated_twice_in
+from unet3d.run.predict import Segmenter, doubtful_places_in, segmenter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +88,7 @@ class Network:
         """
         with temporary_case(image, spacing, affine, len(self.channels)) as of_files:
             case = of_files._replace(affine=self.segmenter.affine)
-            for line in stated_twice_in([case]):
+            for line in doubtful_places_in([case]):
                 warn(line if are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
             scores = Probabilities(case) if probabilities else None
             labels = returned(image, self.segmenter.labels(case, scores), case)

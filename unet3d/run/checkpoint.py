@@ -20,7 +20,7 @@ from unet3d.base.errors import CheckpointError, UserError
 from unet3d.base.regions import Regions
 from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
-from unet3d.config.schema import Config, Data, Optim
+from unet3d.config.schema import Config, Data, Model, Optim
 from unet3d.data.intensity import Intensity, checked_intensity
 from unet3d.data.seen import Seen
 from unet3d.training import checkpoint, optim
@@ -56,7 +56,10 @@ class TrainedNetworks:
     def digest(self) -> str:
         """Return a digest of all that a label map follows from, but for options of inference."""
         data = self.config.data
-        about = (self.config.model, self.intensity, self.classes, self.config.amp, self.config.amp_dtype)
+        defaults = vars(Model())
+        # Options that later versions add leave the digests of earlier networks as they are.
+        model = {name: value for name, value in vars(self.config.model).items() if value != defaults[name]}
+        about = (sorted(model.items()), self.intensity, self.classes, self.config.amp, self.config.amp_dtype)
         options = (data.patch, data.spacing, data.affine, data.label_map, data.nonfinite, data.augment.mirror)
         digest = hashlib.blake2b(repr((about, options)).encode(), digest_size=16)
         for weights in self.weights:

@@ -1,5 +1,7 @@
 """predictions.jsonl in a folder of label maps: which network wrote which of them, and from which images.
 
+A label map whose file was named has such a record of its own, hidden, so that the folder's other files stay alone.
+
 A line is added before a label map is written and after it, so that a process may be killed at any time, and several may
 write to one folder. The last line about a file counts.
 """
@@ -25,12 +27,12 @@ Entry = dict[str, Any]
 class Origins:
     """The record of a folder, for a network of this origin: its digest, and options that change its label maps."""
 
-    def __init__(self, folder: Path, network: Entry, checkpoint: Path) -> None:
-        self.path = folder / RECORD
+    def __init__(self, path: Path, network: Entry, checkpoint: Path) -> None:
+        self.path = path
         self._network = network
         self._checkpoint = str(checkpoint)
         self._entries = dict[str, Entry]()  # by the label map's name
-        for line in read_lines(self.path) if folder.is_dir() else ():
+        for line in read_lines(self.path) if path.parent.is_dir() else ():
             with suppress(ValueError, RecursionError):  # a line that was cut short
                 entry = json.loads(line)
                 if isinstance(entry, dict) and isinstance(entry.get("file"), str):
@@ -46,6 +48,11 @@ class Origins:
             return list(paths)
         entry = self._entries.get(paths[0].name, {})
         difference = self._difference(entry, case)
+        earlier = entry.get("earlier")
+        if difference is not None and isinstance(earlier, dict) and earlier.get("hash") == _sample([paths[0]]):
+            # Another network was to replace the label map, and has not.
+            entry = earlier
+            difference = self._difference(entry, case)
         if difference is not None:
             raise ValueError(f"{present[0]}: {difference}")
         if entry["state"] != "written":
@@ -58,7 +65,7 @@ class Origins:
     def _difference(self, entry: Entry, case: Case) -> str | None:
         """Return in words in what the origin of a file is another; None where it is the same."""
         if entry.get("state") not in ("writing", "written"):
-            return f"nothing in {RECORD} says which network wrote it"
+            return f"nothing in {self.path.name} says which network wrote it"
         if entry.get("network") != self._network["network"]:
             return f"is of another network, {entry.get('checkpoint')}"
         for name in OPTIONS:
@@ -72,7 +79,9 @@ class Origins:
     def begin(self, case: Case, paths: Sequence[Path]) -> None:
         """Note that the files of a case are to be written. Raises NotSaved."""
         replaces = any(os.path.lexists(path) for path in paths)
-        self._add(self._entry(case, paths[0], state="writing", replaces=replaces))
+        before = self._entries.get(paths[0].name, {})
+        earlier = before if before.get("state") == "written" else before.get("earlier")
+        self._add(self._entry(case, paths[0], state="writing", replaces=replaces, earlier=earlier))
 
     def end(self, case: Case, path: Path) -> None:
         """Note that the label map of a case is written. Raises NotSaved."""

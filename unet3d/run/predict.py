@@ -23,7 +23,7 @@ from unet3d.data.components import largest_components
 from unet3d.data.file_names import backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
 from unet3d.data.forms import in_one_line
 from unet3d.data.grids import Grid, contradictions, foreign_units
-from unet3d.data.headers import stated_twice
+from unet3d.data.headers import doubtful_places
 from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import Intensity, normalise
 from unet3d.data.labels import region_words, written_values, written_words
@@ -248,12 +248,12 @@ def accepted_contradictions(case: Case) -> list[str]:
     return [str(error) for error in errors]
 
 
-def stated_twice_in(cases: Iterable[Case]) -> list[str]:
+def doubtful_places_in(cases: Iterable[Case]) -> list[str]:
     """Return a line for all files that state two voxel sizes, if there are any; unreadable ones are reported later."""
     lines = list[str]()
     for case in cases:
         with suppress(UserError):
-            lines += stated_twice(case, {path: open_image(case.id, path, case.affine) for path in case.images})
+            lines += doubtful_places(case, {path: open_image(case.id, path, case.affine) for path in case.images})
     return in_one_line(lines, "data.affine of training decides; write the true size into the headers")
 
 

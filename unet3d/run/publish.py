@@ -168,10 +168,11 @@ def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection
     """
     learned = networks.config.data
     taken = dict[str, Any]()
+    is_other_layout = "data.format" in given and learned.format != options.format  # whose labels may mean other things
     for option in AS_LEARNED:
         name = option.removeprefix("data.")
         is_of_labels = name not in ("format", "spacing", "ignore")
-        is_given = option in given or (is_of_labels and not LABELS.isdisjoint(given))
+        is_given = option in given or (is_of_labels and (is_other_layout or not LABELS.isdisjoint(given)))
         if not is_given and getattr(learned, name) != getattr(options, name):
             taken[name] = getattr(learned, name)
     if taken:
