@@ -18,7 +18,7 @@ from training import ROOT, TINY, face, yaml_of
 from unet3d.base import errors, shell
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, options, plan
-from unet3d.cli.streams import SafeStream
+from unet3d.cli.process import SafeStream
 from unet3d.config import compose, rules
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
