@@ -1,11 +1,11 @@
-"""Figures of several predictions of memory: peaks against other sizes, and memory after each call of a layer."""
+"""Figures of several predictions of memory: peaks against other sizes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unet3d.base.types import MIB
-from unet3d.report.memory_plots import WIDTH, finish
+from unet3d.report.memory_plots import finish
 from unet3d.report.plots import PALE, blank, colours
 
 if TYPE_CHECKING:
@@ -52,36 +52,3 @@ def _few_ticks(axes: "Axes", series: Series) -> None:
         min_n_ticks=1,
     )
     axes.xaxis.set_major_locator(locator)
-
-
-def trace_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw allocated bytes after each call of a layer, rows of `export.trace`; a mark where backward starts."""
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_name.setdefault(row["exp"], []).append(row)
-    figure = blank(WIDTH, 4)
-    axes = figure.subplots()
-    for (name, calls), colour in zip(by_name.items(), colours(len(by_name)), strict=True):
-        numbers = [call["call_idx"] for call in calls]
-        sizes = [call["mem_all"] / MIB for call in calls]
-        axes.plot(numbers, sizes, color=colour, label=str(name))
-        backward = [call["hook_type"] == "bwd" for call in calls]
-        if any(backward):
-            start = backward.index(True)
-            axes.plot(
-                numbers[start],
-                sizes[start],
-                "D",
-                color="black",
-                markersize=6,
-                zorder=3,
-                label="start of backward",
-            )
-    axes.set(
-        xlabel="call",
-        ylabel="allocated memory (MiB)",
-        ylim=(0, None),
-        title="Memory after each layer call",
-    )
-    axes.grid(color=PALE)
-    finish(figure, path)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from unet3d.base.files import write_csv
 from unet3d.base.types import MIB, mib
 from unet3d.memory.tables import folded, phase_name
 from unet3d.report.plots import GREY, Array, blank, open_frame, plain, save_picture
@@ -46,8 +45,8 @@ class Part(NamedTuple):
     below: Array
 
 
-def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
-    """Write memory/ (snapshot.pickle of all steps; timeline.csv, trace.csv, changes.txt of the last), and a figure."""
+def write_ledger_files(ledger: "Ledger", folder: Path) -> None:
+    """Write memory/snapshot.pickle of all steps for PyTorch's viewer, and a figure of the last."""
     from unet3d.memory import analysis, export  # here, since a report is written without torch
 
     start, rows = analysis.timeline_rows(ledger)
@@ -56,11 +55,7 @@ def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
     files = folder / "memory"
     files.mkdir(parents=True, exist_ok=True)
     (folder / "figures").mkdir(exist_ok=True)
-    last = sum(mark == "end" for _, mark in ledger.marks) - 1
     export.write_snapshot(ledger, files / "snapshot.pickle")
-    write_csv(files / "timeline.csv", analysis.TimelineRow._fields, rows)
-    export.write_trace(export.trace(ledger, name, last), files / "trace.csv")
-    export.write_changes(ledger, files / "changes.txt")
     timeline_plot(start, rows, folder / "figures" / "memory_timeline.png")
 
 
