@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import re
 import resource
 import shutil
 import signal
@@ -36,7 +35,6 @@ from unet3d.data.cases import Case
 from unet3d.data.disk_cache import DiskCache, key_of
 from unet3d.data.patches import Patches, PreparedCase, crop
 from unet3d.data.prepare import PreparedData, prepare_data
-from unet3d.training import checkpoint
 
 SHAPE = (21, 18, 13)
 SEMI = {"semi": True, "sparse": [3, 3, 2], "scored": [2, 2, 2]}
@@ -715,22 +713,9 @@ def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, 
     assert (tmp_path / "unet3d").stat().st_mode & 0o77 == 0, "for its owner alone"
 
 
-@pytest.mark.parametrize(("before", "now"), [("true", "memory"), ("false", "off"), ("off", "off"), ("disk", "disk")])
-def test_what_older_versions_wrote_is_understood(before: str, now: str) -> None:
-    assert compose.compose([f"data.cache={before}"]).data.cache == now
-    assert Data(cache=before == "true").cache == ("memory" if before == "true" else "off")  # type: ignore[arg-type]
+@pytest.mark.parametrize(("written", "now"), [("true", "memory"), ("false", "off"), ("off", "off"), ("disk", "disk")])
+def test_off_may_be_what_yaml_makes_of_it(written: str, now: str) -> None:
+    assert compose.compose([f"data.cache={written}"]).data.cache == now
+    assert Data(cache=written == "true").cache == ("memory" if written == "true" else "off")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^data\.cache=dsk: .*\bmemory, disk, off\b.*\bdisk\?$"):
         compose.compose(["data.cache=dsk"])
-
-
-def test_a_run_of_an_older_version_goes_on(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished, tmp_path / "a")
-    config = tmp_path / "a" / "config.yaml"
-    config.write_text(config.read_text().replace("cache: memory", "cache: true"))
-    last = tmp_path / "a" / "checkpoints" / "last.pt"
-    state = checkpoint.load_checkpoint(last)
-    state["config"]["data"]["cache"] = True
-    checkpoint.save_checkpoint(last, state)
-    words = [word for word in from_disk(finished, tmp_path) if word.startswith(("data.root", "data.cache"))]
-    done = train(tmp_path, "resume=a", "steps=5", *words)
-    assert done.code == 0 and re.search(r"data\.cache: True .*\bdisk\b", done.out), done.err

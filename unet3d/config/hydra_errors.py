@@ -10,7 +10,6 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from unet3d.base.errors import UserError
-from unet3d.config.earlier import INSTEAD
 from unet3d.config.rules import UNTYPED, options
 from unet3d.config.schema import LOSSES, Config
 from unet3d.config.words import KINDS, TEXTS
@@ -69,13 +68,6 @@ def in_one_line() -> Iterator[None]:
         raise UserError(describe(error)) from error
 
 
-def _describe_unknown(name: str) -> str:
-    """Return one line for an option that does not exist."""
-    if name in INSTEAD:
-        return f"{name}: no such option any more; use {INSTEAD[name]}"
-    return f"{name}: no such option{nearest(name)}"
-
-
 def describe(error: Exception) -> str:
     """Return one line for an error of a composition."""
     causes = _causes(error)
@@ -84,7 +76,7 @@ def describe(error: Exception) -> str:
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
             return _describe_choice(cause.missing_cfg_file, list(cause.options or []))
         if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-            return _describe_unknown(str(cause.full_key))
+            return f"{cause.full_key}: no such option{nearest(str(cause.full_key))}"
         if isinstance(cause, OmegaConfBaseException):
             return _describe_type(cause)
     first = causes[-1]
