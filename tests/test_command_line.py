@@ -267,9 +267,9 @@ def test_a_sweep_takes_configs_by_pattern() -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (["--epochs", "10"], "steps=10"),
+        (["--step", "10"], "steps=10"),
         (["seed=1", "--lr=0.1"], "optim.lr=0.1"),
-        (["--batch-size", "4"], "batch=4"),
+        (["--save-evry", "4"], "save_every=4"),
         (["--model", "seed=1"], "model=VALUE"),
         (["-b", "4"], "--help"),
     ],
