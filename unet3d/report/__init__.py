@@ -5,5 +5,5 @@ record (all of it, read back), shapes (which values are trusted). Loggers: logge
 tensorboard_logger. Scores: case_scores, score_tables. Figures: plots (shared parts, training curves), score_plots,
 case_plots, memory_plots, memory_curves, comparison_plots. The report of a run: report, facts, page (HTML from
 templates/), methods and methods_data (a paper's paragraph), summary (the closing lines), explained (of a network that
-was only profiled). Several runs: compared_runs, folds, differences, published, compare.
+was only profiled). Several runs: compared_runs, folds, differences, compare.
 """
