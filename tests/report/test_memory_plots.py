@@ -18,7 +18,7 @@ from unet3d.memory import analysis
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
 from unet3d.memory.technique import predicted
-from unet3d.report import memory_curves, memory_plots
+from unet3d.report import memory_plots
 
 Draw = Callable[..., Axes]
 PHASES = ["data", "forward", "loss", "backward", "step"]
@@ -233,7 +233,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
         ("first-level width (channels)", {"ckpt=2": [(8, 7 * MIB), (64, 30 * MIB)]}),
         ("patch (voxels)", {"plain": [(64**3, 90 * MIB), (256**3, 1000 * MIB)]}),
     ]
-    grid = draw(memory_curves.peak_curves, panels).figure.axes
+    grid = draw(memory_plots.peak_curves, panels).figure.axes
     assert [axes.get_xlabel() for axes in grid] == [title for title, _ in panels]
     assert "(MiB)" in grid[0].get_ylabel()
     assert grid[0].lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]
@@ -245,7 +245,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
 
 def test_a_single_curve_with_long_names_is_legible(draw: Callable[..., Axes]) -> None:
     series = {f"predicted with checkpoints in {n} stages": [(0.5, n * MIB), (1.5, n**2 * MIB)] for n in range(1, 10)}
-    axes = draw(memory_curves.peak_curves, [("patch (million voxels)", series)])
+    axes = draw(memory_plots.peak_curves, [("patch (million voxels)", series)])
     assert [text.get_text() for text in axes.figure.legends[0].texts] == list(series)
 
 

@@ -21,7 +21,7 @@ from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate
 from unet3d.memory.recompute_plan import curve
-from unet3d.report import memory_curves
+from unet3d.report import memory_plots
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot
 from unet3d.run.pretrained import with_init_names
 
@@ -173,7 +173,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     picture = out / "figures" / "curves.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     write_csv(table, ["varied", "x", "series", "config", "parameters", "peak_bytes"], rows)
-    memory_curves.peak_curves(list(panels.items()), picture)
+    memory_plots.peak_curves(list(panels.items()), picture)
     _print_skipped(estimates)
     print(escaped(table))
     print(escaped(picture))
