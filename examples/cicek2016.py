@@ -1,4 +1,4 @@
-"""Set the runs of an experiment of the 3D U-Net paper (Cicek et al., MICCAI 2016) beside its tables 1 to 3.
+"""Set the runs of an experiment of the 3D U-Net paper (Çiçek et al., MICCAI 2016) beside its tables 1 to 3.
 
     python train.py experiment=cicek2016_slices data=mni152
     python examples/cicek2016.py multirun/DATE/TIME-ID --picture cicek2016_slices.png
@@ -100,7 +100,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw a column for each row of the table, with lines through the means."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
     of_paper = ("the paper's, on its own volumes", [row.paper for row in rows], 0.06, "grey")
     for label, columns, shift, colour in (("these runs", [row.ours for row in rows], -0.06, "C0"), of_paper):
         for index, scores in enumerate(columns):
@@ -110,7 +110,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         axes.plot(*zip(*[point for point in means if point[1] is not None], strict=True), color=colour, label=label)
     axes.set(xlim=(-0.5, len(rows) - 0.5), ylim=(0, 1), ylabel="IoU")
     axes.set_xticks(range(len(rows)), [row.name for row in rows])
-    axes.set_title(title.replace("; ", ";\n").replace(": ", ":\n"), fontsize=10)
+    axes.set_title(title.replace("; ", ";\n"), fontsize=10)
     axes.legend(loc="lower right")
     figure.savefig(path)
 

@@ -1,4 +1,4 @@
-"""The 3D U-Net paper's experiments: their sweeps, and the script that sets a sweep's scores beside the paper's tables."""
+"""The 3D U-Net paper's experiments: their sweeps, and the script that sets their scores beside its tables."""
 
 import importlib.util
 import json
