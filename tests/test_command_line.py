@@ -18,7 +18,7 @@ from training import ROOT, TINY, face, yaml_of
 from unet3d.base import errors, shell
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, options, plan
-from unet3d.cli.streams import SafeStream
+from unet3d.cli.process import SafeStream
 from unet3d.config import compose, rules
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
@@ -267,9 +267,9 @@ def test_a_sweep_takes_configs_by_pattern() -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        (["--epochs", "10"], "steps=10"),
+        (["--step", "10"], "steps=10"),
         (["seed=1", "--lr=0.1"], "optim.lr=0.1"),
-        (["--batch-size", "4"], "batch=4"),
+        (["--save-evry", "4"], "save_every=4"),
         (["--model", "seed=1"], "model=VALUE"),
         (["-b", "4"], "--help"),
     ],

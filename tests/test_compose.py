@@ -56,8 +56,8 @@ WRONG = {
     "loss.weights=[1,-1]": ["loss.weights=[1.0, -1.0]", ">= 0"],
     "budget=lots": ["budget=lots"],
     "lr=1": ["lr", "optim.lr"],
-    "data.batch_size=1": ["data.batch_size", "batch"],
-    "+dataset.path=1": ["dataset.path", "data.root"],
+    "data.batch_size=1": ["data.batch_size", "data", "root", "patch"],
+    "+dataset.path=1": ["dataset.path", "--help"],
     "wandb.team=x": ["wandb.team", "mode", "project", "entity", "private"],
     "loss.dice=1": ["loss.dice", "name", "path", "weights", "batch_dice"],
     "data.q=1": ["data.q", "augment", "phantom", "format", "root", "transforms"],
@@ -99,18 +99,13 @@ WRONG = {
 }
 # The option that is named for one that does not exist.
 MEANT = {
-    "learning_rate": "optim.lr",
-    "optim.learning_rate": "optim.lr",
+    "learning_rate": None,
+    "lr": "optim.lr",
     "model.lr": "optim.lr",
-    "epochs": "steps",
-    "max_epochs": "steps",
-    "batch_size": "batch",
-    "bs": "batch",
+    "modle.norm": "model.norm",
     "num_workers": "workers",
-    "patch_size": "data.patch",
     "seeds": "seed",
-    "model.channels": "model.features model.in_channels",
-    "data.path": "data.root",
+    "model.channels": "model.in_channels",
     "data.augment.rotate": "data.augment.rotation",
     "wandb.proj": "wandb.project",
     "name": None,  # of several groups
@@ -254,7 +249,7 @@ def test_weights_that_leave_nothing_to_learn_are_refused(words: list[str], line:
 
 
 @pytest.mark.parametrize(("name", "meant"), MEANT.items())
-def test_what_other_programs_call_an_option_is_understood(name: str, meant: str | None) -> None:
+def test_an_option_is_meant_by_its_last_word_or_one_like_it(name: str, meant: str | None) -> None:
     text = str(hydra_errors.not_a_flag(f"--{name}=1", []))
     assert not missing(text, meant.split() if meant else ["--help"]), text
 

@@ -1,63 +1,33 @@
-"""A limit on address space, open files or shared memory is named in a line: no run waits for what never comes."""
+"""A limit on open files or shared memory is named in a line: no run waits for what never comes."""
 
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import resource
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from guards import no, without
-from training import ROOT, TINY, face, run, status
+from training import ROOT, TINY, face, status
 from training import train as fork
 
-from unet3d.base.errors import OutOfMemory, UserError, is_out_of_memory
-from unet3d.cli import libraries
+from unet3d.base.errors import UserError
+from unet3d.cli import process
 from unet3d.config import compose
-from unet3d.data import cases, loader, prepare
+from unet3d.data import cases, loader
 
-LIMITED = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)) * 2**20,) * 2)
-from unet3d.cli import main
-sys.exit(main.main())
-"""
 SMALL = "mount -t tmpfs -o size={} tmpfs /dev/shm"
 NEW_NAMES = 0x00020000  # CLONE_NEWNS: mounts for this process and its children alone
-
-
-@pytest.mark.parametrize("mebibytes", [150, 750])
-def test_too_little_address_space_for_the_libraries_is_exit_5(tmp_path: Path, mebibytes: int) -> None:
-    """OpenBLAS would ask for memory without end, or end the process itself."""
-    done = run(str(mebibytes), "train", *TINY, "hydra.run.dir=run", cwd=tmp_path, code=LIMITED)
-    assert done.returncode == 5 and "Traceback" not in done.stderr, done.stderr
-    assert "ulimit -v" in done.stderr and f"{mebibytes}.0 MiB" in done.stderr
-    assert "ulimit -v" in status(tmp_path / "run")
-
-
-COMMANDS = {
-    **{name: ("x",) for name in ("report", "compare")},
-    **{name: ("x.pt", "y", "-o", "z") for name in ("predict", "score")},
-    **{"publish": ("x.pt", "-o", "z"), "check-data": ("data=decathlon", "data.root=nowhere"), "memory": ()},
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_too_little_address_space_is_exit_5_of_every_command(tmp_path: Path, command: str) -> None:
-    done = run("300", command, *COMMANDS[command], cwd=tmp_path, code=LIMITED)
-    assert done.returncode == 5 and done.stderr.count("\n") == 2 and "ulimit -v" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
     ("program", "given", "wanted"),
     [
-        ("train.py", {}, libraries.SPINS),
-        ("-m unet3d memory", {}, libraries.SPINS),
+        ("train.py", {}, process.SPINS),
+        ("-m unet3d memory", {}, process.SPINS),
         ("train.py", {"GOMP_SPINCOUNT": "7"}, "7"),
         ("-m unet3d memory", {"OMP_WAIT_POLICY": "ACTIVE"}, None),
     ],
@@ -77,51 +47,6 @@ def test_threads_let_other_programs_have_the_cores_unless_the_environment_says_h
     command = [sys.executable, "-c", code.format(words=["unet3d", *words][-3:], how=how, name=name)]
     done = subprocess.run(command, env=clean | given, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == f"{wanted} False\n", done.stderr
-
-
-def test_help_needs_little_address_space(tmp_path: Path) -> None:
-    assert run("300", "--help", cwd=tmp_path, code=LIMITED).returncode == 0
-
-
-@pytest.fixture
-def rooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of address space that `load_libraries` tries to get; the address space is limited."""
-    found: list[int] = []
-    take = mmap.mmap
-
-    def noted(number: int, size: int) -> mmap.mmap:
-        found.append(size)
-        return take(number, size if size > 2**50 else 1)
-
-    monkeypatch.setattr(mmap, "mmap", noted)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**45, 0))
-    return found
-
-
-def test_without_a_limit_nothing_is_loaded_early(rooms: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
-        libraries.load_libraries()
-    assert rooms == []
-    libraries.load_libraries()
-    assert len(rooms) == 3, "numpy, scipy and torch"
-    monkeypatch.setattr(libraries, "HEAP", 2**60)
-    with pytest.raises(OutOfMemory, match=r"^numpy .*\d MiB .*OMP_NUM_THREADS=1\b"):
-        libraries.load_libraries()
-
-
-@pytest.mark.parametrize(
-    ("given", "threads"), [({"OMP_NUM_THREADS": "3"}, 3), ({"OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "500"}, 64)]
-)
-def test_threads_that_the_environment_names_need_room(
-    rooms: list[int], monkeypatch: pytest.MonkeyPatch, given: dict[str, str], threads: int
-) -> None:
-    """Those that are loaded already need no more for themselves. OpenBLAS starts 64 threads at most."""
-    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    libraries.load_libraries()
-    assert rooms[0] == libraries.HEAP + libraries.THREAD * (1 + threads)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -219,39 +144,3 @@ def share_little(size: str) -> None:
         raise OSError(ctypes.get_errno(), "unshare")
     for command in ("mount --make-rprivate /", SMALL.format(size)):
         subprocess.run(command.split(), check=True)
-
-
-def unlimited() -> str:
-    """Return that no limit is set, in place of one."""
-    return ""
-
-
-@without("unet3d.base.errors.address_limit", unlimited)
-def test_an_error_that_python_lost_is_of_memory_where_that_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = SystemError("error return without exception set"), RuntimeError("can't start new thread")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
-    assert not any(map(is_out_of_memory, errors))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**30, 0))
-    assert all(map(is_out_of_memory, errors))
-
-
-def test_a_run_that_holds_every_byte_ends_in_a_line(tmp_path: Path) -> None:
-    done = fork(tmp_path, *TINY, "hydra.run.dir=run", hook=take_every_byte)
-    assert done.code == 5 and "Traceback" not in done.err, done.err
-    text = status(tmp_path / "run")
-    assert "MemoryError" in text and "ulimit -v" in text and text.endswith("exit code 5\n")
-
-
-def take_every_byte() -> None:
-    held: list[bytes] = []
-
-    def take(*_: object) -> None:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
-        for size in (2**20, 2**12, 2**8, 2**5):
-            with suppress(MemoryError):
-                while True:
-                    held.append(bytes(size))
-        raise MemoryError
-
-    prepare.prepare_data = take

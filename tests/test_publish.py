@@ -453,10 +453,9 @@ def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_
     last = finished / "checkpoints" / "last.pt"
     publish.publish([last, last], tmp_path / "both.pt")
     state = checkpoint.load_checkpoint(last)
-    del state["seen"]
-    checkpoint.save_checkpoint(tmp_path / "old.pt", state)
-    publish.publish([tmp_path / "old.pt"], tmp_path / "older.pt")
-    for path, count in ((last, 1), (tmp_path / "both.pt", 1), (tmp_path / "older.pt", 0)):
+    checkpoint.save_checkpoint(tmp_path / "unknown.pt", state | {"seen": None})
+    publish.publish([tmp_path / "unknown.pt"], tmp_path / "blind.pt")
+    for path, count in ((last, 1), (tmp_path / "both.pt", 1), (tmp_path / "blind.pt", 0)):
         for name in ("alike", "wide"):
             found = predict.find_cases([tmp_path / f"{name}.nii.gz"], 1)[0]
             predict.open_segmenter(path, "cpu").labels(found[0])

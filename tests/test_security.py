@@ -136,6 +136,7 @@ def given(tmp_path: Path, tiny: Config) -> Callable[[Change], Path]:
             "intensity": [{"kind": "zscore", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}],
             "model": build.model(config.model, 0).state_dict(),
             "average": {},
+            "seen": None,
             "step": 1,
         }
         change(state)

@@ -195,7 +195,7 @@ def test_predict_accepts_what_its_run_accepted_and_counts_it(
     config.model.in_channels, config.model.classes = 1, 3
     state = {
         **{"model_options": dataclasses.asdict(config.model), "intensity": [dataclasses.asdict(Intensity("zscore"))]},
-        **{"model": build.model(config.model, 0).state_dict(), "average": {}},
+        **{"model": build.model(config.model, 0).state_dict(), "average": {}, "seen": None},
         **{"classes": ["background", "a", "b"], "channels": ["MR"], "step": 1},
     }
     stored = image()

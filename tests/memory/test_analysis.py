@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from unet3d.base.types import Batch
 from unet3d.cli.memory_of_config import narrowed
 from unet3d.config import compose
 from unet3d.memory import analysis, tables
-from unet3d.memory.analysis import changed_groups
 from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.levels import Levels
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
@@ -156,33 +156,16 @@ def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
     assert {level(s) for s in casts if s.scope.module.startswith("down3")} == {3}, "a weight is not a map"
 
 
-def test_what_appeared_and_vanished_between_two_points() -> None:
-    ledger = Ledger()
-    with ledger:
-        ledger.mark("data")
-        old = torch.zeros(120, 3, 8, 8)
-        ledger.mark("forward")
-        start = len(ledger.events)
-        new = [torch.zeros(16, 16, 3, 3) for _ in range(7)]
-        del old
-        end = len(ledger.events)
-    (plus,), (minus,) = changed_groups(ledger, start, end)
-    assert (plus.number, plus.shape, plus.dtype, plus.bytes) == (7, (16, 16, 3, 3), "float32", 7 * 16 * 16 * 9 * 4)
-    assert (minus.number, minus.shape, minus.category) == (1, (120, 3, 8, 8), "inputs")
-    assert len(new) == 7
-
-
 def test_what_autograd_saved_is_seen() -> None:
     """A tracker that walks the garbage collector cannot: no Python name holds the sigmoid."""
     ledger = Ledger()
     with ledger:
         ledger.mark("forward")
-        start = len(ledger.events)
         x = torch.ones(64, 64, requires_grad=True)
         loss = (x.sigmoid() * 2).sum()
         ledger.mark("backward")
         end = len(ledger.events)
-    saved = [group for group in changed_groups(ledger, start, end)[0] if group.shape == (64, 64)]
+    saved = [group for group in analysis.held(ledger, end) if group.shape == (64, 64)]
     assert sum(group.number for group in saved) == 2, "x, and sigmoid(x)"
     assert loss.requires_grad
 
@@ -190,11 +173,8 @@ def test_what_autograd_saved_is_seen() -> None:
 def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -> None:
     subject = estimate()
     start, rows = analysis.timeline_rows(subject.ledger)
-    alive = sum(start.values())
-    for row in rows:
-        alive += row.change_bytes
-        assert row.alive_bytes == alive
-    assert max(row.alive_bytes for row in rows) == subject.peak
+    alive = accumulate((row.change_bytes for row in rows), initial=sum(start.values()))
+    assert max(alive) == subject.peak
     assert [row.phase for row in rows] == sorted((row.phase for row in rows), key=list(subject.entry["phases"]).index)
 
 

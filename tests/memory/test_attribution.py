@@ -8,7 +8,7 @@ import torch
 from evenly import evenly
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.memory.tracker import ModuleEvent, ModuleScope, ModuleTracker
+from unet3d.memory.tracker import ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import observer
 from unet3d.recomputing.prepare import by_plan, prepare
@@ -34,9 +34,8 @@ class Log(observer.Observer, TorchDispatchMode):
         return [scope for name, scope in self.lines if name == operation]
 
 
-def step(model: UNet3D, ckpt: int) -> tuple[Log, list[ModuleEvent]]:
-    events: list[ModuleEvent] = []
-    tracker = ModuleTracker(model, events.append)
+def step(model: UNet3D, ckpt: int) -> Log:
+    tracker = ModuleTracker(model)
     log = Log(tracker)
     tracker.open()
     with log:
@@ -49,7 +48,7 @@ def step(model: UNet3D, ckpt: int) -> tuple[Log, list[ModuleEvent]]:
         tracker.mark("step")
         torch.zeros(1) + 1
     tracker.close()
-    return log, events
+    return log
 
 
 def convolutions(model: UNet3D) -> list[str]:
@@ -60,7 +59,7 @@ def convolutions(model: UNet3D) -> list[str]:
 @pytest.mark.parametrize("ckpt", [0, 2, 4])
 def test_each_convolution_runs_forward_and_backward_in_its_own_module(network: Network, ckpt: int) -> None:
     model = network("model=unet_tiny")
-    log, _ = step(model, ckpt)
+    log = step(model, ckpt)
     paths = convolutions(model)
     forward = [scope.module for scope in log.scopes("convolution") if not scope.is_recomputed]
     assert forward == paths
@@ -75,8 +74,7 @@ def test_in_tiles_each_operation_belongs_to_the_layer_that_is_made(network: Netw
     model = network("model=unet_tiny", "model.features=[4,8]").train()
     image = torch.ones(1, 1, 16, 16, 16)
     program = by_plan(prepare(model, image, None, on_cpu=True), plan)
-    events: list[ModuleEvent] = []
-    tracker = ModuleTracker(model, events.append)
+    tracker = ModuleTracker(model)
     log = Log(tracker)
     tracker.open()
     with log:
@@ -96,7 +94,6 @@ def test_in_tiles_each_operation_belongs_to_the_layer_that_is_made(network: Netw
     assert backward[0] == "outc.conv"
     again = [scope for scope in log.scopes("convolution") if scope.is_recomputed]
     assert len({scope.module for scope in again}) >= (program.schedule.work > 1.5)
-    assert {"pre", "fwd", "bwd"} == {event.hook for event in events if event.module == "up1.block.conv1.conv"}
     assert tracker is not observer.observer, "closed, it observes no more"
 
 
@@ -104,7 +101,7 @@ def test_a_recomputed_operation_is_marked_as_such(network: Network) -> None:
     model = network("model=unet_tiny")
     paths = convolutions(model)
     recomputed = {
-        ckpt: [scope.module for scope in step(model, ckpt)[0].scopes("convolution") if scope.is_recomputed]
+        ckpt: [scope.module for scope in step(model, ckpt).scopes("convolution") if scope.is_recomputed]
         for ckpt in (0, 2)
     }
     assert recomputed[0] == []
@@ -113,36 +110,18 @@ def test_a_recomputed_operation_is_marked_as_such(network: Network) -> None:
 
 
 def test_an_operation_outside_of_modules_belongs_to_its_phase(network: Network) -> None:
-    log, _ = step(network("model=unet_tiny"), 0)
+    log = step(network("model=unet_tiny"), 0)
     scopes = dict(log.lines)
     assert scopes["sum"].module == "loss" == log.scopes("expand")[-1].module, "the loss, and its gradient"
     assert log.lines[-1] == ("add", ModuleScope("step"))
     assert [scope.module for scope in log.scopes("cat")] == ["up1", "up2"]
 
 
-def test_leaf_modules_are_entered_left_and_seen_in_reverse_in_backward(network: Network) -> None:
+def test_after_closing_the_model_has_no_hooks(network: Network) -> None:
+    """Also after recomputations, which checkpointing ends with an exception in the middle of modules."""
     model = network("model=unet_tiny")
-    _, events = step(model, 0)
-    leaves = [path for path, module in model.named_modules() if not list(module.children())]
-    entered = [c.module for c in events if c.hook == "pre"]
-    assert sorted(entered) == sorted(leaves)
-    assert [c.module for c in events if c.hook == "fwd"] == entered
-    assert [c.module for c in events if c.hook == "bwd"] == entered[::-1]
-    assert events[0] == ModuleEvent("inc.block.conv1.conv", "Conv3d", "pre")
-
-
-def test_a_recomputation_that_ends_early_leaves_every_module(network: Network) -> None:
-    """Checkpointing ends a recomputation once it has all it needs: with an exception, in the middle of modules."""
-    _, events = step(network("model=unet_tiny"), 2)
-    assert sum(c.hook == "pre" for c in events) == sum(c.hook == "fwd" for c in events)
-
-
-def test_after_closing_the_model_is_no_longer_followed(network: Network) -> None:
-    model = network("model=unet_tiny")
-    _, events = step(model, 0)
-    before = len(events)
-    model(torch.ones(1, 1, 16, 16, 16))
-    assert len(events) == before
+    step(model, 2)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_following_changes_no_bit(network: Network) -> None:

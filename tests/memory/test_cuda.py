@@ -236,7 +236,7 @@ def test_the_replay_has_the_settings_that_the_environment_asks_for(
         (RuntimeError("could not create a primitive"), True),
         (RuntimeError("could not create a primitive descriptor for a convolution"), False),
         (RuntimeError("std::bad_alloc"), True),
-        (RuntimeError("can't start new thread"), False),  # for a limit on processes, unless one on memory is set
+        (RuntimeError("can't start new thread"), False),  # for a limit on processes
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), False),

@@ -1,10 +1,7 @@
-"""Files from a ledger: each says what the ledger says, and the programs that they are for can read them."""
+"""A snapshot says what the ledger says, and the programs that it is for can read it."""
 
-import csv
 import pickle
 import pickletools
-import re
-from collections import Counter
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
@@ -13,13 +10,10 @@ import torch
 from torch.cuda import _memory_viz
 
 from unet3d.config import compose
-from unet3d.memory import analysis, export
-from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory import export
 from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import MEASURED_STEPS
 from unet3d.memory.technique import predicted
-from unet3d.memory.tracker import ModuleEvent
-from unet3d.report import memory_plots
 
 VIEWER_KNOWS = {
     *("PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -154,99 +148,3 @@ def test_frames_say_what_made_a_storage(small: Ledger) -> None:
 def test_an_empty_ledger_can_be_written(tmp_path: Path) -> None:
     ledger = Ledger()
     assert written(ledger, tmp_path) == {"segments": [], "device_traces": [[]]}
-    export.write_changes(ledger, tmp_path / "changes.txt")
-    assert (tmp_path / "changes.txt").read_text() == ""
-    assert export.trace(ledger, "none", 0) == []
-
-
-def test_a_trace_of_the_first_convolution_grows_by_output_and_half_copies(forum: Ledger) -> None:
-    pre, fwd, *_ = export.trace(forum, "mid", 0)
-    assert list(pre) == list(export.TRACE_COLUMNS)
-    assert (pre["layer_type"], pre["exp"], pre["hook_type"], fwd["hook_type"]) == ("Conv3d", "mid", "pre", "fwd")
-    voxels, channels, half = 2 * 320 * 150 * 26, 64, 2  # bytes of a bfloat16
-    output = channels * voxels * half
-    assert output == 319_488_000
-    # autocast makes a half-precision copy of the image, the kernel (27 weights a channel) and the bias
-    assert fwd["mem_all"] - pre["mem_all"] == output + half * (voxels + 27 * channels + channels)
-
-
-def test_a_trace_goes_through_each_layer_in_order(forum: Ledger) -> None:
-    rows = export.trace(forum, "mid", 0)
-    assert [row["call_idx"] for row in rows] == list(range(len(rows)))
-    first: dict[int, dict[str, int]] = {}
-    for row in rows:
-        first.setdefault(row["layer_idx"], {}).setdefault(row["hook_type"], row["call_idx"])
-    assert list(first) == list(range(len(first)))
-    assert len(first) == len({event.module for _, event in forum.module_events})
-    assert all(calls["pre"] < calls["fwd"] < calls["bwd"] for calls in first.values())
-
-
-def test_each_step_has_its_own_trace(small: Ledger) -> None:
-    traces = [export.trace(small, "x", step) for step in range(MEASURED_STEPS + 1)]
-    assert sum(map(len, traces)) == len(small.module_events)
-    assert traces[0] and traces[1] == traces[2] != traces[0]
-    assert traces[MEASURED_STEPS] == []
-
-
-def test_a_module_entered_before_a_steps_first_event_belongs_to_that_step() -> None:
-    """As where a step uses the batch of the step before."""
-    ledger = Ledger()
-    with ledger:
-        ledger.count([torch.empty(1)])
-        ledger.mark("end")
-        ledger.record(ModuleEvent("conv", "Conv3d", "pre"))
-    assert export.trace(ledger, "x", 0) == []
-    assert len(export.trace(ledger, "x", 1)) == 1
-
-
-def test_a_trace_file_leaves_the_cache_empty(small: Ledger, tmp_path: Path) -> None:
-    rows = export.trace(small, "first, try", 0)
-    export.write_trace(rows, tmp_path / "trace.csv")
-    header, line, *_ = (tmp_path / "trace.csv").read_text().splitlines()
-    assert header == "layer_idx,call_idx,layer_type,exp,hook_type,mem_all,mem_cached"
-    assert line == f'0,0,Conv3d,"first, try",pre,{rows[0]["mem_all"]},'
-
-
-def test_a_timeline_file_holds_every_event_of_the_last_step(small: Ledger, tmp_path: Path) -> None:
-    memory_plots.write_ledger_files(small, "small", tmp_path)
-    with (tmp_path / "memory" / "timeline.csv").open(newline="") as file:
-        header, *lines = csv.reader(file)
-    assert header == list(analysis.TimelineRow._fields)
-    assert lines == [[str(value) for value in row] for row in analysis.timeline_rows(small)[1]]
-    assert lines
-
-
-def test_changes_group_what_is_alike(tmp_path: Path) -> None:
-    ledger = Ledger()
-    with fake_mode(), ledger:
-        ledger.mark("forward")
-        weights = [torch.empty(512, 512, 3, 3) for _ in range(7)]
-        for weight in weights:
-            ledger.claim(weight, "params", "")
-        others = [torch.empty(2**18 * n, dtype=torch.float32) for n in range(1, 15)]
-        ledger.mark("backward")
-        del weights[:2], weight, others
-        ledger.mark("end")
-    export.write_changes(ledger, tmp_path / "changes.txt")
-    lines = (tmp_path / "changes.txt").read_text().splitlines()
-    assert re.fullmatch(r"forward: 21 .*\b0\.0 MiB.* 168\.0 MiB", lines[0])
-    assert lines[1:3] == [
-        "+ |   7 * (512, 512, 3, 3) float32 | 63.0 MiB | params",
-        "+ |   1 * (3670016,) float32       | 14.0 MiB | activations",
-    ]
-    assert re.fullmatch(r"\+ .*\b3\b.* 6\.0 MiB", lines[13]), "the rest"
-    (backward,) = (number for number, line in enumerate(lines) if line.startswith("backward: 16 "))
-    assert re.fullmatch(r".* 168\.0 MiB.* 45\.0 MiB", lines[backward])
-    assert lines[backward - 1] == ""
-    assert lines[backward + 1] == "- |   2 * (512, 512, 3, 3) float32 | 18.0 MiB | params"
-    assert len(ledger.alive_at(len(ledger.events))) == len(weights) == 5
-
-
-def test_changes_cover_the_last_step_only(small: Ledger, tmp_path: Path) -> None:
-    export.write_changes(small, tmp_path / "changes.txt")
-    lines = (tmp_path / "changes.txt").read_text().splitlines()
-    headers = [line for line in lines if line and not line.startswith(("+", "-"))]
-    counts = Counter(row.phase for row in analysis.timeline_rows(small)[1])
-    assert [line.split()[:2] for line in headers] == [[f"{phase}:", str(n)] for phase, n in counts.items()]
-    spans = [re.findall(r"[\d.]+ MiB", line) for line in headers]
-    assert all(end == start for (_, end), (start, _) in pairwise(spans))

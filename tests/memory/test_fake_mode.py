@@ -89,11 +89,3 @@ def test_a_simulation_that_fails_leaves_no_observer_on_and_random_numbers_as_the
     with pytest.raises(KeyError, match="in a step"):
         simulate(options, options.model, watch=watch)
     assert not dispatch_modes() and torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.slow
-def test_modules_are_entered_and_left_in_the_order_of_a_real_step() -> None:
-    words = ["model=unet_tiny", "model.in_channels=1", "model.classes=4", "data.patch=[16,16,8]"]
-    options, technique = compose.compose(words), Technique((0, 2))
-    simulated = simulate(options, options.model, technique).ledger.module_events
-    assert [what for _, what in simulated] == [what for _, what in measured(options, technique).module_events]

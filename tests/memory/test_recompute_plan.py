@@ -219,16 +219,6 @@ def test_segments_and_recompute_are_chosen_by_their_options() -> None:
     assert choose_technique(asked, asked.model).program is not None
 
 
-def test_options_of_earlier_versions_are_read_from_files_of_their_runs() -> None:
-    values = compose.to_plain(compose.compose(["model=unet_tiny"]))
-    del values["recompute"]
-    assert compose.from_plain(values | {"lean": True, "slab": 0}).recompute == "lean"
-    assert compose.from_plain(values | {"lean": False, "slab": "auto"}).recompute == "tiles"
-    assert compose.from_plain(values | {"lean": False, "slab": 0}).recompute == "none"
-    with pytest.raises(UserError, match=r"^lean: .*use recompute=lean$"):
-        compose.compose(["lean=true"])
-
-
 @pytest.mark.slow
 def test_the_curve_falls_in_memory_as_it_rises_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_plan, "CURVE_POINTS", 5)

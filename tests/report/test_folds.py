@@ -65,7 +65,7 @@ def test_runs_that_only_look_like_folds_stay_rows_of_their_own(
     runs = [
         make(tmp_path / str(fold), f"data.fold={fold}", word, scores=scores[fold]) for fold, word in enumerate(words)
     ]
-    assert len(compare.methods(read_runs(runs))) == 2
+    assert len(folds.methods(read_runs(runs))) == 2
 
 
 def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
@@ -99,9 +99,9 @@ def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
 
 def test_folds_that_differ_in_more_are_not_one_method(tmp_path: Path) -> None:
     runs = read_runs([make(tmp_path / str(n), f"data.fold={n}", f"optim.lr=0.{n + 1}") for n in range(2)])
-    assert [row.name for row in compare.methods(runs)] == ["0", "1"]
+    assert [row.name for row in folds.methods(runs)] == ["0", "1"]
     again = read_runs([make(tmp_path / name, "data.fold=0") for name in "ab"])
-    assert [row.name for row in compare.methods(again)] == ["a", "b"], "a fold that was run twice"
+    assert [row.name for row in folds.methods(again)] == ["a", "b"], "a fold that was run twice"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_fold_that_failed_or_never_began_is_missed_and_said(
 def test_the_picture_has_a_point_a_fold_and_their_mean_with_its_sd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = compare.methods(read_runs(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2")))
+    rows = folds.methods(read_runs(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2")))
     labelled = [(f"{row.name}: {'long_' * 9}", folds.scores(row, "dice")) for row in rows]
     figure = drawing(tmp_path, monkeypatch)(lambda path: score_plots.folds_plot(labelled, path))
     (axes,) = figure.axes

@@ -18,7 +18,7 @@ from unet3d.memory import analysis
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
 from unet3d.memory.technique import predicted
-from unet3d.report import memory_curves, memory_plots
+from unet3d.report import memory_plots
 
 Draw = Callable[..., Axes]
 PHASES = ["data", "forward", "loss", "backward", "step"]
@@ -112,13 +112,17 @@ def test_phases_whose_first_step_is_unknown_have_no_mark_for_it(draw: Callable[.
 # --- timeline
 
 
+def alive_bytes(start: dict[str, int], rows: list[analysis.TimelineRow]) -> np.ndarray:
+    return np.cumsum([sum(start.values()), *(row.change_bytes for row in rows)])
+
+
 def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Callable[..., Axes]) -> None:
     start, rows = analysis.timeline_rows(meter().ledger)
     axes = draw(memory_plots.timeline_plot, start, rows)
     outline = axes.collections[-1].get_paths()[0].vertices
     highest = np.zeros(len(rows) + 1)
     np.maximum.at(highest, outline[:, 0].astype(int), outline[:, 1])
-    alive = np.array([sum(start.values()), *(row.alive_bytes for row in rows)]) / MIB
+    alive = alive_bytes(start, rows) / MIB
     assert highest[1:] == pytest.approx(np.maximum(alive[1:], alive[:-1]))  # at an event, before it and after it
     assert highest.max() == pytest.approx(meter().summary()["peak_bytes"] / MIB)
     assert axes.get_xlim() == (0, len(rows))
@@ -128,7 +132,7 @@ def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: 
     start, rows = analysis.timeline_rows(meter().ledger)
     entry = meter().summary()
     axes = draw(memory_plots.timeline_plot, start, rows)
-    peak = max(rows, key=lambda row: row.alive_bytes)
+    peak = rows[int(alive_bytes(start, rows)[1:].argmax())]
     assert f"{entry['peak_bytes'] / MIB:,.1f} MiB, {peak.module}" in [text.get_text() for text in axes.texts]
     marker = axes.lines[0].get_xydata()[0]
     assert marker == pytest.approx([1 + rows.index(peak), entry["peak_bytes"] / MIB])
@@ -145,7 +149,7 @@ def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) 
 @pytest.mark.parametrize("peak", [None, pytest.param(0, marks=pytest.mark.slow), 9999])
 def test_a_peak_anywhere_in_many_events_is_legible(draw: Callable[..., Axes], peak: int | None) -> None:
     rows = [
-        analysis.TimelineRow(i, "forward" if i < 5000 else "backward", "inc.conv1", "add", "temporaries", change, 0)
+        analysis.TimelineRow("forward" if i < 5000 else "backward", "inc.conv1", "temporaries", change)
         for i, change in enumerate(MIB if i == peak else 0 for i in range(10000))
     ]
     axes = draw(memory_plots.timeline_plot, {"params": MIB // 2}, rows)
@@ -229,7 +233,7 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
         ("first-level width (channels)", {"ckpt=2": [(8, 7 * MIB), (64, 30 * MIB)]}),
         ("patch (voxels)", {"plain": [(64**3, 90 * MIB), (256**3, 1000 * MIB)]}),
     ]
-    grid = draw(memory_curves.peak_curves, panels).figure.axes
+    grid = draw(memory_plots.peak_curves, panels).figure.axes
     assert [axes.get_xlabel() for axes in grid] == [title for title, _ in panels]
     assert "(MiB)" in grid[0].get_ylabel()
     assert grid[0].lines[0].get_xydata().tolist() == [[1, 1], [2, 2]]
@@ -241,26 +245,8 @@ def test_curves_share_their_memory_axis_and_keep_a_series_colour(draw: Callable[
 
 def test_a_single_curve_with_long_names_is_legible(draw: Callable[..., Axes]) -> None:
     series = {f"predicted with checkpoints in {n} stages": [(0.5, n * MIB), (1.5, n**2 * MIB)] for n in range(1, 10)}
-    axes = draw(memory_curves.peak_curves, [("patch (million voxels)", series)])
+    axes = draw(memory_plots.peak_curves, [("patch (million voxels)", series)])
     assert [text.get_text() for text in axes.figure.legends[0].texts] == list(series)
-
-
-def test_a_trace_has_a_line_an_experiment_and_says_where_backward_begins(draw: Callable[..., Axes]) -> None:
-    hooks = ["pre", "fwd", "fwd", "bwd", "bwd"]
-    rows = [
-        {"layer_idx": 0, "call_idx": i, "layer_type": "Conv3d", "exp": exp, "hook_type": hook}
-        | {"mem_all": (i + scale) * MIB, "mem_cached": None}
-        for exp, scale in (("plain", 1000), ("ckpt=2", 500))
-        for i, hook in enumerate(hooks)
-    ]
-    axes = draw(memory_curves.trace_plot, rows)
-    lines = [line for line in axes.lines if len(line.get_xdata()) > 1]
-    assert [line.get_label() for line in lines] == ["plain", "ckpt=2"]
-    assert lines[1].get_xydata().tolist() == [[i, 500 + i] for i in range(5)]
-    marks = [line.get_xydata()[0].tolist() for line in axes.lines if len(line.get_xdata()) == 1]
-    assert marks == [[3, 1003], [3, 503]]
-    texts = [text.get_text() for text in axes.figure.legends[0].texts]
-    assert texts[:2] == ["plain", "ckpt=2"] and "backward" in texts[2] and len(texts) == 3
 
 
 def test_pictures_are_written_as_png_and_svg(tmp_path: Path) -> None:

@@ -706,7 +706,7 @@ def test_each_case_is_shown_and_where_there_are_many_they_are_folded(folder: Pat
 
 def test_the_report_says_how_the_run_was_made(folder: Path) -> None:
     (folder / "overrides.yaml").write_text('["data.root=my data", "amp=true", "resume=auto", "steps=9"]')
-    (folder / "split.json").write_text(json.dumps({"training": ["a", "b"], "validation": ["<c>"], "x": 7}))
+    (folder / "split.json").write_text(json.dumps({"train": ["a", "b"], "val": ["<c>"], "x": 7}))
     text = written(folder).text
     command = next(line for line in text if "data.root=my data" in line)
     began, resumed = command.splitlines()

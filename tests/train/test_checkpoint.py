@@ -121,15 +121,11 @@ def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-NEWER, OLDER = ({"format": checkpoint.FORMAT + change} for change in (1, -1))
-
-
-@without("unet3d.training.checkpoint.FORMAT", checkpoint.FORMAT + 1, only="newer")
+@without("unet3d.training.checkpoint.FORMAT", checkpoint.FORMAT + 1, only="another")
 @pytest.mark.parametrize(
     ("content", "tokens"),
     [
-        pytest.param(NEWER, rf"\b{checkpoint.FORMAT + 1}\b.*\b{checkpoint.FORMAT}\b", id="newer"),
-        pytest.param(OLDER, rf"\b{checkpoint.FORMAT - 1}\b.*\b{checkpoint.FORMAT}\b", id="older"),
+        pytest.param({"format": checkpoint.FORMAT + 1}, r"\bformat 3\b.*\bformat 2\b", id="another"),
         pytest.param([1, 2], "format", id="list"),
         pytest.param({"model": {}}, "format", id="no format"),
     ],

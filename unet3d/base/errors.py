@@ -125,9 +125,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):  # its text names a file, whatever that is called
         return error.errno == errno.ENOMEM
     text = str(error)
-    if isinstance(error, SystemError) or "can't start new thread" in text:
-        # CPython raises SystemError when it cannot allocate the MemoryError itself; a thread needs room for its stack.
-        return bool(address_limit())
     if not isinstance(error, (RuntimeError, ImportError)):
         return False
     return "OutOfMemoryError" in type(error).__name__ or any(re.search(word, text) for word in NO_MEMORY)
@@ -143,14 +140,6 @@ def is_out_of_files(error: BaseException) -> bool:
     if isinstance(error, OSError):  # its text names a file, whatever that is called
         return error.errno in (errno.EMFILE, errno.ENFILE)
     return isinstance(error, RuntimeError) and "Too many open files" in str(error)
-
-
-def address_limit() -> str:
-    """Return a line about `ulimit -v` for the error of memory that ran out; "" where it sets no limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"ulimit -v allows {limit / 2**20:,.1f} MiB: raise it"
 
 
 def file_limit() -> str:

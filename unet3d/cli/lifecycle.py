@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import mmap
 import os
 import re
 import signal
@@ -35,7 +34,6 @@ CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preemp
 LOST_WORKER = tuple(
     f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open")
 )
-RESERVE = 2**24  # bytes of address space, not of memory, for the last line of a run that has no more
 TrainingJob = Callable[[Config, Path, signals.Stop], None]  # ends early, by Preempted, once it is asked to stop
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
@@ -70,7 +68,6 @@ def run(job: TrainingJob, config: Config, folder: Path, overrides: list[str]) ->
 
 def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]) -> Outcome:
     """Run a job in the folder that it holds, and write STATUS once it has ended, whatever ended it."""
-    reserve = mmap.mmap(-1, RESERVE)
     before, _ = status(folder)
     earlier = earlier_overrides(folder) if config.resume is not None else []
     asked = [override for override in overrides if not override.startswith("resume=")]
@@ -86,7 +83,6 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
             with signals.interrupted() if ends_at_once else signals.stopping() as stop:
                 job(config, folder, stop)
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
-            reserve.close()
             error = _not_an_exit(caught)
             line, code = _last_line(error, folder)
             if config.resume is not None and status(folder)[0] == before:
@@ -170,10 +166,9 @@ def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
 def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
     """Return the last line and the exit code where memory or open files ran out; None for another error."""
     if isinstance(error, OutOfMemory):
-        parts = [f"out of memory: {error}", errors.address_limit(), go_on]
-        return "\n".join(filter(None, parts)), error.exit_code
+        return "\n".join(filter(None, [f"out of memory: {error}", go_on])), error.exit_code
     if errors.is_out_of_memory(error):
-        parts = [errors.reason(error), errors.address_limit(), go_on]
+        parts = [errors.reason(error), go_on]
         return f"out of memory: {'; '.join(filter(None, parts))}", OutOfMemory.exit_code
     if errors.is_out_of_files(error):
         parts = ["error: too many open files", errors.file_limit(), go_on]

@@ -8,7 +8,7 @@ from pathlib import Path
 from unet3d import __version__
 from unet3d.base import collector
 from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
-from unet3d.cli import commands, libraries, lifecycle, memory, plan_command, plan_network, predict, train
+from unet3d.cli import commands, lifecycle, memory, plan_command, plan_network, predict, process, train
 from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
 
@@ -28,18 +28,16 @@ EXAMPLES = """examples:
 
 def main() -> int:
     """Run the command that the arguments name. Return its exit code."""
-    libraries.share_cores()
+    process.share_cores()
     collector.rest_at_exit()
     if sys.argv[1:2] == ["train"]:
         return train.main(sys.argv[2:])
     try:
         arguments = _arguments()
-        if arguments.loads_libraries:
-            libraries.load_libraries()
         return arguments.run(arguments) or 0
     except (UserError, CheckpointError) as error:
         return lifecycle.print_error(f"error: {error}", error.exit_code)
-    except (OSError, ImportError, RuntimeError, SystemError, MemoryError, OutOfMemory) as error:
+    except (OSError, ImportError, RuntimeError, MemoryError, OutOfMemory) as error:
         ending = lifecycle.ran_out(error)
         if ending is not None:
             return lifecycle.print_error(*ending)
@@ -80,17 +78,17 @@ def command_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"unet3d {__version__}")
-    parser.set_defaults(run=lambda _: parser.print_help(), loads_libraries=False)  # a command replaces them
+    parser.set_defaults(run=lambda _: parser.print_help())  # a command replaces them
     subparsers = parser.add_subparsers(metavar="command")
     subparsers.add_parser("train", help="train a network, as python train.py does; train --help lists every option")
 
-    def command(name: str, run: Command, about: str, loads_libraries: bool = True) -> argparse.ArgumentParser:
+    def command(name: str, run: Command, about: str) -> argparse.ArgumentParser:
         subparser: argparse.ArgumentParser = subparsers.add_parser(name, help=about)
-        subparser.set_defaults(run=run, loads_libraries=loads_libraries)
+        subparser.set_defaults(run=run)
         return subparser
 
     about = "print every option as Markdown: docs/options.md"
-    command("options", commands.print_options, about, loads_libraries=False)
+    command("options", commands.print_options, about)
     plan = command("plan", plan_command.run, "from a data set, budget=11GiB and time=8h to a plan that train.py keeps")
     plan_network.add_arguments(plan)
     _add_out(plan, "the file to write; default: plan.yaml")

@@ -78,7 +78,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
         "without": without,
     }
     write_json(out / "memory.json", memory)
-    memory_plots.write_ledger_files(subject.ledger, subject.name, out)
+    memory_plots.write_ledger_files(subject.ledger, out)
     print(escaped(report.write_report(record.read_run(out))))
 
 

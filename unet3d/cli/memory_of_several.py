@@ -16,17 +16,16 @@ from unet3d.base.progress import track
 from unet3d.base.terminal import NARROW, WIDE, narrow_tables, paper, terminal_table
 from unet3d.base.types import MIB, Table, budget_bytes, mib
 from unet3d.cli.memory_of_config import scaled_width
-from unet3d.memory import budget, export, tables
-from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK
+from unet3d.memory import budget, tables
+from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate
 from unet3d.memory.recompute_plan import curve
-from unet3d.report import memory_curves
+from unet3d.report import memory_plots
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot
 from unet3d.run.pretrained import with_init_names
 
 ROWS_SHOWN = 24  # of the table of what fits
-MOST_TRACES = 7  # lines that a picture tells apart
 ESCAPED = re.compile(r"[\\](.)")
 BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
@@ -45,11 +44,11 @@ class Point(NamedTuple):
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
-    """Print one row per job; with `out`, write peaks.csv and the layer traces of all in trace.csv, and draw both.
+    """Print one row per job; with `out`, write peaks.csv, and draw them.
 
     A job that makes no sense is a row without numbers, and a line that says why. Raises UserError where none does.
     """
-    estimates = _estimates(jobs, half, STEPS_FOR_PEAK if out is None else MEASURED_STEPS)
+    estimates = _estimates(jobs, half)
     for name, subject in track(list(estimates.items()), "networks", len(estimates)):
         if isinstance(subject, MemoryEstimate):
             try:
@@ -89,7 +88,7 @@ def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]
 
 
 def _write_peaks(options: Mapping[str, dict[str, str]], subjects: Mapping[str, MemoryEstimate], out: Path) -> None:
-    """Write peaks.csv, a column for each option that differs, trace.csv and pictures, and print the folder."""
+    """Write peaks.csv, a column for each option that differs, and a picture, and print the folder."""
     (out / "figures").mkdir(parents=True, exist_ok=True)
     keys = list(dict.fromkeys(key for values in options.values() for key in values))
     rows: list[list] = []
@@ -100,16 +99,10 @@ def _write_peaks(options: Mapping[str, dict[str, str]], subjects: Mapping[str, M
     write_csv(out / "peaks.csv", ["config", *keys, "parameters", "peak_bytes"], rows)
     bars = [PlottedRun(name, "predicted", subject.peak, None, None) for name, subject in subjects.items()]
     comparison_plot(bars, "", out / "figures" / "peaks.png")
-    calls = []
-    for name, subject in subjects.items():
-        calls += export.trace(subject.ledger, name, MEASURED_STEPS - 1)
-    export.write_trace(calls, out / "trace.csv")
-    if len(subjects) <= MOST_TRACES:
-        memory_curves.trace_plot(calls, out / "figures" / "trace.png")
     print(escaped(out))
 
 
-def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> Estimates:
+def _estimates(jobs: Sequence[Sequence[str]], half: bool) -> Estimates:
     """Return the estimate of each job by the overrides that are not common to all.
 
     Raises UserError where two jobs have the same.
@@ -121,7 +114,7 @@ def _estimates(jobs: Sequence[Sequence[str]], half: bool, steps: int) -> Estimat
     estimates: Estimates = {}
     for name, job in zip(names, jobs, strict=True):
         try:
-            estimates[name] = replace(estimate(with_init_names(job), half), steps=steps)
+            estimates[name] = replace(estimate(with_init_names(job), half), steps=STEPS_FOR_PEAK)
         except UserError as error:
             estimates[name] = error
     return estimates
@@ -159,7 +152,7 @@ def _print_skipped(estimates: Estimates) -> None:
 
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    estimates = _estimates(jobs, half, STEPS_FOR_PEAK)
+    estimates = _estimates(jobs, half)
     series = _sound(estimates)
     points = ((name, point) for name, subject in series.items() for point in _points(subject))
     at_most = len(jobs) * len(BATCHES + SCALES + SIZES)
@@ -180,7 +173,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     picture = out / "figures" / "curves.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     write_csv(table, ["varied", "x", "series", "config", "parameters", "peak_bytes"], rows)
-    memory_curves.peak_curves(list(panels.items()), picture)
+    memory_plots.peak_curves(list(panels.items()), picture)
     _print_skipped(estimates)
     print(escaped(table))
     print(escaped(picture))

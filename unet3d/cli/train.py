@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from unet3d.base import collector, ranks
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
-from unet3d.cli import hydra_app, libraries, lifecycle, options, plan, streams, sweep
+from unet3d.cli import hydra_app, lifecycle, options, plan, process, sweep
 from unet3d.cli.arguments import parse
 from unet3d.config import compose
 from unet3d.config.schema import Config
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run what the words of the command line ask for. Return the exit code, of a sweep the highest of its jobs'."""
-    libraries.share_cores()
+    process.share_cores()
     collector.rest_at_exit()
-    streams.install_safe_streams()
+    process.install_safe_streams()
     if ranks.RANK:
         return lifecycle.run_as_follower_rank(job)
     try:
@@ -117,7 +117,6 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
 
 def job(config: Config, folder: Path, stop: Stop) -> None:
     """Train once in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
-    libraries.load_libraries()
     if ranks.RANK == 0 and not config.dry_run:
         wandb_logger.preload(config)
     with collector.loading("torch"):

@@ -22,7 +22,6 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
-from unet3d.config.earlier import of_today
 from unet3d.config.hydra_errors import ABOUT, in_one_line, nearest, point_for_comma, quoted
 from unet3d.config.plain_values import flat
 from unet3d.config.plan_file import read_plan
@@ -236,7 +235,7 @@ def from_plain(values: Mapping[Any, Any]) -> Config:
     if "${" in repr(values):  # it would be resolved, from the environment for example
         raise UserError("a config in a file holds plain values, no ${...}")
     with in_one_line():
-        options = OmegaConf.merge(_schema(), of_today(values))
+        options = OmegaConf.merge(_schema(), dict(values))
     return load(options, here=False)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,6 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from unet3d.base.errors import UserError
-from unet3d.config.earlier import INSTEAD
 from unet3d.config.rules import UNTYPED, options
 from unet3d.config.schema import LOSSES, Config
 from unet3d.config.words import KINDS, TEXTS
@@ -19,29 +18,6 @@ ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}  # 
 CHOICES = {name: metadata["among"] for name, _, metadata in options(Config()) if metadata["among"]}
 DEFAULTS = {name: value for name, value, _ in options(Config())}
 GROUPS = sorted({name.rpartition(".")[0] for name in ABOUT} - {""})  # of options: model, data.augment and so on
-SIMILARITY = 0.7  # of 1: how alike a word and the option that it may mean must be
-# What other trainers call our options.
-USUAL = {
-    "epochs": "steps",
-    "batch_size": "batch",
-    "bs": "batch",
-    "num_workers": "workers",
-    "gpus": "device",
-    "learning_rate": "optim.lr",
-    "patch_size": "data.patch",
-    "fp16": "amp",
-    "precision": "amp",
-    "cuda": "device",
-    "data.path": "data.root",
-    "data.dir": "data.root",
-    "data.folder": "data.root",
-    "data_dir": "data.root",
-    "eval_interval": "eval_every",
-    "save_interval": "save_every",
-    "normalization": "model.norm",
-    "gradient_accumulation_steps": "accumulate",
-    "channels": "model.features or model.in_channels",
-}
 OWN = {  # config groups: what is written for something of the user's own
     "model": "your own network is model.path={}",
     "loss": "your own loss is loss.path={}",
@@ -69,13 +45,6 @@ def in_one_line() -> Iterator[None]:
         raise UserError(describe(error)) from error
 
 
-def _describe_unknown(name: str) -> str:
-    """Return one line for an option that does not exist."""
-    if name in INSTEAD:
-        return f"{name}: no such option any more; use {INSTEAD[name]}"
-    return f"{name}: no such option{nearest(name)}"
-
-
 def describe(error: Exception) -> str:
     """Return one line for an error of a composition."""
     causes = _causes(error)
@@ -84,7 +53,7 @@ def describe(error: Exception) -> str:
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
             return _describe_choice(cause.missing_cfg_file, list(cause.options or []))
         if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-            return _describe_unknown(str(cause.full_key))
+            return f"{cause.full_key}: no such option{nearest(str(cause.full_key))}"
         if isinstance(cause, OmegaConfBaseException):
             return _describe_type(cause)
     first = causes[-1]
@@ -140,7 +109,7 @@ def _describe_type(error: OmegaConfBaseException) -> str:
     first_line = str(error.msg or error).splitlines()[0]
     if name in GROUPS:
         value = first_line.partition(" value: ")[2] or "null"
-        return f"{name}={value}: {name} is a group of options{_of_group(name, value.lower()) or nearest(f'{name}.')}"
+        return f"{name}={value}: {name} is a group of options{_of_group(name, value.lower()) or _listed(name)}"
     if name in ("hydra.run", "hydra.sweep"):
         return f"{name}: is a group of options; did you mean {name}.dir?"
     if "ListConfig" in first_line:
@@ -230,7 +199,7 @@ def not_a_flag(flag: str, words: Sequence[str]) -> UserError:
     name, _, value = flag.lstrip("-").partition("=")
     if not value:
         value = _next_word(flag, words) or "VALUE"
-    option, _ = _neighbour(name.replace("-", "_"))
+    option = _meant(name.replace("-", "_"))
     example = f"{option}={value}" if option else f"batch=4; {LIST_OF_OPTIONS}"
     return UserError(f"{flag}: no such flag; options are written without dashes: {example}")
 
@@ -247,43 +216,28 @@ def _next_word(flag: str, words: Sequence[str]) -> str:
 
 def nearest(name: str) -> str:
     """Return what to write instead of an option that does not exist, to be put behind the line that says so."""
-    option, choices = _neighbour(name)
-    return f"; did you mean {option}?" if option else f"; {choices}"
+    meant = _meant(name)
+    return f"; did you mean {meant}?" if meant else _listed(name.rpartition(".")[0])
 
 
-def _neighbour(name: str) -> tuple[str, str]:
-    """Return the option that `name` most likely means, "" where none is close; and where to look instead."""
-    group, _, word = name.rpartition(".")
-    group = _closest(group, GROUPS)
-    known = sorted([*GROUPS, "experiment", *ABOUT], key=lambda option: "." not in option)
-    by_last_word = _by_last_word(known)
-    in_group = [option for option in known if option.startswith(f"{group}.")]
-    option = USUAL.get(f"{group}.{word}") or (by_last_word | USUAL).get(word, "")
-    if option:
-        pass
-    elif group:
-        names = {option.rpartition(".")[2]: option for option in in_group}
-        option = names.get(_closest(word, names), "")
-    else:
-        names = {option: option for option in known if "." not in option} | USUAL
-        option = names.get(_closest(word, names), "") or by_last_word.get(_closest(word, by_last_word), "")
-    if not group:
-        return option, LIST_OF_OPTIONS
-    parts = dict.fromkeys(option.removeprefix(f"{group}.").partition(".")[0] for option in in_group)
-    return option, f"{group} has {', '.join(parts)}"
+def _meant(name: str) -> str:
+    """Return the one option with this last word, or the most similar one of its group; "" where there is none."""
+    group, dot, word = name.rpartition(".")
+    called = [option for option in (*GROUPS, *ABOUT) if option.rpartition(".")[2] == word]
+    if len(called) == 1:
+        return called[0]
+    close = difflib.get_close_matches(word, _parts(group), n=1, cutoff=0.7)
+    return f"{group}{dot}{close[0]}" if close else ""
 
 
-def _closest(word: str, names: Sequence[str] | dict[str, str]) -> str:
-    """Return the name that is most like the word, "" where none is like it."""
-    matches = difflib.get_close_matches(word, names, n=1, cutoff=SIMILARITY)
-    return matches[0] if matches else ""
+def _parts(group: str) -> list[str]:
+    """Return the options and groups in a group, or of the whole config for ""."""
+    prefix = f"{group}." if group else ""
+    inside = [option.removeprefix(prefix) for option in ("experiment", *ABOUT) if option.startswith(prefix)]
+    return list(dict.fromkeys(option.partition(".")[0] for option in inside))
 
 
-def _by_last_word(known: Sequence[str]) -> dict[str, str]:
-    """Return options by their last word; "" for a word that ends several, none of which it is itself."""
-    last_words = [option.rpartition(".")[2] for option in known]
-    named: dict[str, str] = {}
-    for word, option in zip(last_words, known, strict=True):
-        is_clear = word == option or last_words.count(word) == 1
-        named[word] = option if is_clear else ""
-    return named
+def _listed(group: str) -> str:
+    """Return the options of a group, or where all are listed, to be put behind a line that refuses another one."""
+    parts = _parts(group) if group else []
+    return f"; {group} has {', '.join(parts)}" if parts else f"; {LIST_OF_OPTIONS}"

@@ -13,22 +13,18 @@ import os
 import re
 import resource
 import stat
-import struct
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from tokenize import TokenError
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from unet3d.base.errors import (
     UserError,
-    escaped,
     is_disk_full,
     is_out_of_files,
     is_out_of_memory,
@@ -43,7 +39,6 @@ INDEX = "index.json"  # written last: with it, the files of a key are whole
 LARGEST_INDEX = 2**16  # bytes
 KEY = re.compile(r"[0-9a-f]{64}")
 MAPPED = 5_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has seven at most
-PATIENCE = 30.0  # seconds that a key may be held by another process before it is named
 NO_FOLDER = (errno.ENOTDIR, errno.ELOOP)  # a file or a link in place of a folder
 NO_FILE = (
     errno.ELOOP,
@@ -256,47 +251,14 @@ class DiskCache:
         with open(descriptor, "wb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise self._problem(self.root / LOCK, "is not a file", remedy="remove it")
+            is_held = True
             try:
-                is_held = self._lock(file, int(key[:15], 16), wait)
+                fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(key[:15], 16))
             except OSError as error:
-                raise self._problem(self.root, f"cannot be locked ({error.strerror})") from error
+                if wait or error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise self._problem(self.root, f"cannot be locked ({error.strerror})") from error
+                is_held = False
             yield is_held
-
-    def _lock(self, file: IO[bytes], byte: int, wait: bool) -> bool:
-        """Lock a byte, or return False. Who waits for long says for whom, and waits on. Raises OSError."""
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-        if not wait:
-            return False
-        speaker = threading.Timer(PATIENCE, self._name_holder, (file, byte))
-        speaker.daemon = True
-        speaker.start()
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)
-        finally:
-            speaker.cancel()
-            speaker.join()
-        return True
-
-    def _name_holder(self, file: IO[bytes], byte: int) -> None:
-        """Print which process holds the byte."""
-        number = holder(file, byte)
-        if number > 0:
-            who = f"process {number}"
-            remedy = f"kill -9 {number}"
-        else:
-            who = "another process"
-            remedy = "end it"
-        what = f"for {PATIENCE:.0f} s {who} has held a case that this run waits for; if it hangs, {remedy}"
-        print(
-            f"warning: data.cache=disk: {escaped(self.root)}: {what}",
-            file=sys.stderr,
-            flush=True,
-        )
 
     @staticmethod
     def _problem(place: Path, what: str, error: OSError | None = None, remedy: str = "") -> UserError:
@@ -329,15 +291,3 @@ def map_array(place: int, name: str) -> np.ndarray:
         if kind.hasobject:
             raise ValueError(f"{name} holds objects")
         return np.asarray(np.memmap(file, kind, "r", file.tell(), shape, "F" if is_fortran else "C"))
-
-
-def holder(file: IO[bytes], byte: int) -> int:
-    """Return the number of the process that holds the lock on this byte, 0 or less if the system does not say."""
-    if sys.platform != "linux" or sys.maxsize < 2**32:  # `struct flock` of others is another
-        return 0
-    layout = "hhqqi4x"  # type, whence, start, length, process
-    asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    try:
-        return int(struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, asked))[-1])
-    except OSError:
-        return 0

@@ -182,7 +182,7 @@ class CaseReader:
         )
         if self.dataset.relabel is not None:
             options += (sorted(self.dataset.relabel.items()),)
-        if case.affine in ("qform", "pixdim"):  # others read what is first, as caches of earlier versions hold it
+        if case.affine in ("qform", "pixdim"):  # others read what is first
             options += (case.affine,)
         return key_of(hashes, options, [asdict(rule) for rule in self.intensity], about)
 

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from unet3d.memory.ledger import Ledger, Storage
+from unet3d.memory.ledger import Ledger
 from unet3d.memory.levels import by_layer, by_level
 from unet3d.memory.tracker import WHOLE
 from unet3d.training.step import PHASES
@@ -135,19 +135,8 @@ class Group(NamedTuple):
 
 def held(ledger: Ledger, moment: int) -> list[Group]:
     """Return the storages alive at a moment in groups, the largest first."""
-    return _groups(ledger, ledger.alive_at(moment))
-
-
-def changed_groups(ledger: Ledger, start: int, end: int) -> tuple[list[Group], list[Group]]:
-    """Return what is alive at event `end` and was not at `start`, and the reverse, largest groups first."""
-    appeared = [s for s in ledger.alive_at(end) if s.born >= start]
-    vanished = [s for s in ledger.alive_at(start) if s.died is not None and s.died < end]
-    return _groups(ledger, appeared), _groups(ledger, vanished)
-
-
-def _groups(ledger: Ledger, storages: Iterable[Storage]) -> list[Group]:
     counts: Counter[tuple] = Counter()
-    for storage in storages:
+    for storage in ledger.alive_at(moment):
         alike = (storage.shape, dtype_name(storage.dtype), ledger.category(storage), storage.bytes)
         counts[alike] += 1
     groups = []
@@ -157,37 +146,24 @@ def _groups(ledger: Ledger, storages: Iterable[Storage]) -> list[Group]:
 
 
 class TimelineRow(NamedTuple):
-    """One event of a ledger. `module`, `operation` and `category` belong to its storage."""
+    """One event of a ledger. `module` and `category` belong to its storage."""
 
-    event: int
     phase: str
     module: str
-    operation: str
     category: str
     change_bytes: int  # > 0: allocated
-    alive_bytes: int  # after the event
 
 
 def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
     """Return the bytes alive by category as the last step begins, and every event from there to its end."""
     spans = last_step(ledger)
-    alive = ledger.alive_bytes()
     rows = []
     for phase, start, end in spans:
-        for event, (index, change) in enumerate(ledger.events[start:end], start):
+        for index, change in ledger.events[start:end]:
             if not change:  # of a storage that does not count
                 continue
             storage = ledger.storages[index]
-            rows.append(
-                TimelineRow(
-                    event=event,
-                    phase=phase,
-                    module=ledger.layer(storage.scope.module),
-                    operation=operation_name(storage.operation),
-                    category=ledger.category(storage),
-                    change_bytes=change,
-                    alive_bytes=alive[event + 1],
-                )
-            )
+            layer = ledger.layer(storage.scope.module)
+            rows.append(TimelineRow(phase, layer, ledger.category(storage), change))
     begin = spans[0][1] if spans else 0
     return ledger.categories_at(begin), rows

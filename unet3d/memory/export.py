@@ -1,19 +1,15 @@
-"""A ledger as files: for PyTorch's memory visualiser, a spreadsheet, a text editor."""
+"""A ledger as a file for PyTorch's memory visualiser."""
 
 import pickle
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, insort
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from unet3d.base.files import replacing, write_csv, write_text
-from unet3d.base.types import mib
-from unet3d.memory.analysis import Group, changed_groups, describe, dtype_name, last_step
+from unet3d.base.files import replacing
+from unet3d.memory.analysis import describe, dtype_name
 from unet3d.memory.ledger import ADOPTED, Ledger, Storage
 
-TRACE_COLUMNS = ("layer_idx", "call_idx", "layer_type", "exp", "hook_type", "mem_all", "mem_cached")
-GROUPS_SHOWN = 12  # largest groups listed of each sign and phase; the rest is summed up
 Frames = list[dict[str, Any]]
 
 
@@ -132,72 +128,3 @@ def _frames(ledger: Ledger, storage: Storage, step: int) -> Frames:
     description = f"{words}, {dtype_name(storage.dtype)} {storage.shape}"
     innermost = {"filename": description, "line": storage.born, "name": origin["operation"]}
     return [innermost, {"filename": "step", "line": step, "name": origin["phase"]}]
-
-
-def trace(ledger: Ledger, experiment: str, step: int) -> list[dict[str, Any]]:
-    """Return the module events of one step (from 0) as rows of TRACE_COLUMNS; empty if the ledger holds no such step.
-
-    `layer_idx` counts leaf modules as first entered, `call_idx` events; `mem_all`: bytes alive, `mem_cached`: None.
-    """
-    ends = [start for start, name in ledger.marks if name == "end"]
-    alive = ledger.alive_bytes()
-    order: dict[str, int] = {}
-    rows: list[dict[str, Any]] = []
-    for moment, event in ledger.module_events:
-        # Right: a module may be entered before the step's first event, a backward is over before its step's last.
-        if bisect_right(ends, moment) != step:
-            continue
-        rows.append(
-            {
-                "layer_idx": order.setdefault(event.module, len(order)),
-                "call_idx": len(rows),
-                "layer_type": event.layer,
-                "exp": experiment,
-                "hook_type": event.hook,
-                "mem_all": alive[moment],
-                "mem_cached": None,
-            }
-        )
-    return rows
-
-
-def write_trace(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Write the rows of `trace` as CSV; None is an empty cell."""
-    cells = ([row[column] for column in TRACE_COLUMNS] for row in rows)
-    write_csv(path, TRACE_COLUMNS, cells)
-
-
-def write_changes(ledger: Ledger, path: Path) -> None:
-    """Write what each phase of the last complete step, if any, added (+) and removed (-): one line per group."""
-    alive = ledger.alive_bytes()
-    lines = []
-    for phase, start, end in last_step(ledger):
-        appeared, vanished = changed_groups(ledger, start, end)
-        lines.append(f"{phase}: {end - start} events, from {mib(alive[start])} MiB to {mib(alive[end])} MiB")
-        lines += _group_lines({"+": appeared, "-": vanished})
-        lines.append("")
-    write_text(path, "\n".join(lines))
-
-
-def _group_lines(signed: dict[str, list[Group]]) -> Iterator[str]:
-    """Yield the largest groups of each sign, in columns as wide as the widest cell of all."""
-    cells: dict[str, list[list[str]]] = {}
-    for sign, groups in signed.items():
-        cells[sign] = [_cells(group) for group in groups[:GROUPS_SHOWN]]
-    widths = [0, 0, 0]
-    for rows in cells.values():
-        for row in rows:
-            widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=False)]
-    number_width, tensor_width, size_width = widths
-    for sign, groups in signed.items():
-        for number, tensor, size, category in cells[sign]:
-            storages = f"{number:>{number_width}} * {tensor:<{tensor_width}}"
-            yield f"{sign} | {storages} | {size:>{size_width}} MiB | {category}"
-        rest = groups[GROUPS_SHOWN:]
-        if rest:
-            size = mib(sum(group.bytes for group in rest))
-            yield f"{sign} | ... and {len(rest)} more groups, {size} MiB"
-
-
-def _cells(group: Group) -> list[str]:
-    return [f"{group.number:3}", f"{group.shape} {group.dtype}", mib(group.bytes), group.category]

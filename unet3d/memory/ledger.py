@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
 from unet3d.base.workspaces import CONVOLUTION
-from unet3d.memory.tracker import ModuleEvent, ModuleScope
+from unet3d.memory.tracker import ModuleScope
 from unet3d.recomputing.gradient_sums import GradientSums
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
@@ -46,8 +46,8 @@ class Ledger(TorchDispatchMode):
     """Records storages on devices of one type: a batch in host memory takes no memory of a GPU.
 
     `events` holds (storage index, bytes gained or lost), 0 bytes for a storage that was taken out of the count; `marks`
-    and `module_events` hold (event index, what begins).
-    `scope` returns where the current operation runs, `layer` the name in tables of a module's path.
+    holds (event index, what begins). `scope` returns where the current operation runs,
+    `layer` the name in tables of a module's path.
     """
 
     def __init__(self, scope: Callable[[], ModuleScope] = lambda: ModuleScope(""), device_type: str = "cpu") -> None:
@@ -55,7 +55,6 @@ class Ledger(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
-        self.module_events: list[tuple[int, ModuleEvent]] = []
         self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
         self.layer: Callable[[str], str] = str
         self._scope = scope
@@ -71,10 +70,6 @@ class Ledger(TorchDispatchMode):
     def mark(self, phase: str) -> None:
         """Begin a phase."""
         self.marks.append((len(self.events), phase))
-
-    def record(self, event: ModuleEvent) -> None:
-        """Record that a module is entered or left."""
-        self.module_events.append((len(self.events), event))
 
     def count(self, tree: Any, operation: str = ADOPTED, scope: ModuleScope | None = None) -> None:
         """Count the storages of all tensors in a tree, as made by `operation`; those counted before stay as they are.

@@ -11,7 +11,7 @@ from unet3d.memory.copies import GpuLedger
 from unet3d.memory.counters import Counters, CudaLedger
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.levels import layer_names
-from unet3d.memory.tracker import ModuleEvent, ModuleTracker
+from unet3d.memory.tracker import ModuleTracker
 from unet3d.training.step import PHASES
 
 MEASURED_STEPS = 3  # gradients and optimizer state appear in the first, the third repeats the second
@@ -34,7 +34,7 @@ class LedgerMeter:
         self.optimizer = optimizer
         self.for_gpu = for_gpu
         self._hooks = ExitStack()
-        self.tracker = ModuleTracker(model, self._record)
+        self.tracker = ModuleTracker(model)
         self.device = next(model.parameters()).device
         self.ledger = self._new_ledger()
         self.ledger.layer = layer_names(model)
@@ -87,9 +87,6 @@ class LedgerMeter:
         if self.for_gpu:
             summary["workspace_bytes"] = self.ledger.peak_requested() - summary["peak_bytes"]
         return summary | summarise_ledger(self.ledger)
-
-    def _record(self, event: ModuleEvent) -> None:
-        self.ledger.record(event)
 
     def _new_ledger(self) -> Ledger:
         ledger = GpuLedger if self.for_gpu else Ledger

@@ -1,7 +1,7 @@
 """Which module of a network an operation belongs to: in forward, in backward and in a recomputation."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,37 +24,20 @@ class ModuleScope(NamedTuple):
     is_in_tiles: bool = False  # results may be a few rows of a map
 
 
-class ModuleEvent(NamedTuple):
-    """A leaf module is entered ("pre") or left ("fwd"), or its backward is over ("bwd")."""
-
-    module: str
-    layer: str  # its class
-    hook: str
-
-
-def ignore_event(event: ModuleEvent) -> None:
-    """Do nothing with an event."""
-
-
 class ModuleTracker(Observer):
-    """Follows a model through a step. Between `open` and `close` it passes each module event to `record`."""
+    """Follows a model through a step, between `open` and `close`."""
 
-    def __init__(self, model: nn.Module, record: Callable[[ModuleEvent], None] = ignore_event) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.modules = {path or WHOLE: module for path, module in model.named_modules()}
-        self._record_event = record
         paths = {id(module): path for path, module in self.modules.items()}
         self._first_paths: dict[str, str] = {}  # a module's paths, of which it may have several -> the first of them
         for path, module in model.named_modules(remove_duplicate=False):
             self._first_paths[path] = paths[id(module)]
         self._owners: dict[int, str] = {}  # id of a parameter -> path of its module
-        self._leaves: dict[str, str] = {}  # path of a leaf module -> its class
         for path, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 self._owners[id(parameter)] = path
-            if not list(module.children()):
-                self._leaves[path] = type(module).__name__
         self._phase = "forward"
-        self._in_backward = ""  # the module whose backward runs
         self._stack: list[str] = []  # modules that were entered and not left
         self._tile_scope: ModuleScope | None = None  # of the layer whose tiles are made, or their gradients
         self._hooks = ExitStack()
@@ -81,7 +64,6 @@ class ModuleTracker(Observer):
 
     def mark(self, phase: str) -> None:
         """Begin a phase: operations outside of all modules belong to it."""
-        self._set_backward("")
         self._phase = f"({phase})" if phase in self.modules else phase
         self._attribute_nodes(self._phase)
 
@@ -92,9 +74,7 @@ class ModuleTracker(Observer):
         node = torch._C._current_autograd_node()
         if node is None or self._stack:
             return ModuleScope(self._innermost(), is_recomputed=node is not None)
-        path = self._module_of(node)
-        self._set_backward(path)
-        return ModuleScope(path)
+        return ModuleScope(self._module_of(node))
 
     @contextmanager
     def works_on(self, layer: str, is_backward: bool) -> Iterator[None]:
@@ -103,16 +83,10 @@ class ModuleTracker(Observer):
         outer = self._tile_scope
         is_recomputed = not is_backward and torch._C._current_autograd_node() is not None
         self._tile_scope = ModuleScope(path, is_recomputed, is_in_tiles=True)
-        if is_backward:
-            self._set_backward(path)
-        else:
-            self._record(path, "pre")
         try:
             yield
         finally:
             self._tile_scope = outer
-            if not is_backward:
-                self._record(path, "fwd")
 
     def _innermost(self) -> str:
         """Return the module that runs, or the phase outside of all modules."""
@@ -129,25 +103,13 @@ class ModuleTracker(Observer):
     def _enter(self, path: str, *_: Any) -> None:
         self._stack.append(path)
         self._attribute_nodes(path)
-        self._record(path, "pre")
 
     def _leave(self, path: str, *_: Any) -> None:
         self._stack.pop()
         self._attribute_nodes(self._innermost())
-        self._record(path, "fwd")
 
     def _attribute_nodes(self, path: str) -> None:
         """Attribute autograd nodes made from now on to `path`. Nodes made by a recomputation never run: skip them."""
         if torch._C._current_autograd_node() is None:
             self._first_numbers.append(torch.autograd._get_sequence_nr())
             self._node_paths.append(path)
-
-    def _set_backward(self, path: str) -> None:
-        """Note that backward runs in `path` now."""
-        if self._in_backward != path:
-            self._record(self._in_backward, "bwd")
-            self._in_backward = path
-
-    def _record(self, path: str, hook: str) -> None:
-        if path in self._leaves:
-            self._record_event(ModuleEvent(path, self._leaves[path], hook))

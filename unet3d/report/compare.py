@@ -1,4 +1,4 @@
-"""Runs side by side: a table, compare.csv, figures and a page; runs of a published experiment beside the paper's."""
+"""Runs side by side: a table, compare.csv, figures and a page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +13,10 @@ from unet3d.base.types import Table, mib
 from unet3d.config.schema import Config
 from unet3d.report import differences, folds
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending, find_runs, read_runs
-from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title, published_plot
+from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title
 from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.page import read_picture, render
 from unet3d.report.plots import plain, remove_picture
-from unet3d.report.published import published_experiment
 from unet3d.report.score_plots import folds_plot
 from unet3d.report.wandb_logger import PATHS
 
@@ -69,7 +68,7 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     print_comparison(rows)
     path = write_comparison(rows, folder)
     config = next(iter(jobs.values()))
-    rows = methods(rows)
+    rows = folds.methods(rows)
     if config.wandb.private:
         rows = [_without_paths(row) for row in rows]
     loggers = Loggers(wandb_loggers(config, folder))
@@ -84,11 +83,6 @@ def _without_paths(row: ComparedRun) -> ComparedRun:
     """Return a row without its paths: the last part of one is no path any more, but often a patient's name."""
     settings = {key: value for key, value in row.settings.items() if key not in PATHS}
     return replace(row, settings=settings)
-
-
-def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
-    """Return one row per method, whose folds are one; a published experiment has a table of its own for these."""
-    return list(runs) if published_experiment(runs) else folds.methods(runs)
 
 
 def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None = None) -> Table:
@@ -163,15 +157,12 @@ def folds_table(rows: Sequence[ComparedRun]) -> Table | None:
 def print_comparison(runs: Sequence[ComparedRun]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
     console = paper(NARROW)
-    rows = methods(runs)
+    rows = folds.methods(runs)
     fields = _telling(rows)
     console.print(narrow_tables(_title(runs), comparison_table(rows, fields), console.width))
     by_folds = folds_table(rows)
     if by_folds is not None:
         console.print(narrow_tables(folds.TITLE, by_folds, console.width))
-    published = published_experiment(runs)
-    if published is not None:
-        console.print(narrow_tables(published.title, published.table(runs), console.width))
     lines = [*_failures(runs), *(f"not comparable: {line}" for line in not_comparable(runs))]
     if "error_bytes" in _known(rows) and "error_bytes" not in fields:
         lines.insert(0, "predicted minus measured: 0 bytes in each")
@@ -180,7 +171,7 @@ def print_comparison(runs: Sequence[ComparedRun]) -> None:
 
 
 def _title(runs: Sequence[ComparedRun]) -> str:
-    count = len(methods(runs))
+    count = len(folds.methods(runs))
     if len(runs) == 1:
         return "One run"
     if count == len(runs):
@@ -202,10 +193,7 @@ def _failures(rows: Sequence[ComparedRun]) -> list[str]:
 
 def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
     """Return one line per reason not to compare the runs."""
-    published = published_experiment(runs)
-    if published is not None:
-        return [*differences.mismatches(runs, (published.by, published.across)), *published.unlike(runs)]
-    rows = methods(runs)  # one has several folds, all the same as another's
+    rows = folds.methods(runs)  # one has several folds, all the same as another's
     held_out = {row.name: row.settings.get(FOLD) for row in rows}
     scored = {row.name: row.scored for row in rows}
     of_folds = differences.unlike({FOLD: held_out}) or differences.unlike({"folds scored": scored})
@@ -213,26 +201,19 @@ def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
-    """Write compare.csv, .png, .html and curves.png; return the page's path.
-
-    Also folds.csv, .png of cross-validations, and published.csv, .png of such an experiment.
-    """
+    """Write compare.csv, .png, .html and curves.png, of cross-validations folds.csv, .png; return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / "compare.csv", *numbers_table(methods(runs)))
+    write_csv(folder / "compare.csv", *numbers_table(folds.methods(runs)))
     _draw_peaks(runs, folder / "compare.png")
     _draw_curves(runs, folder / "curves.png")
     _write_folds(runs, folder)
-    published = published_experiment(runs)
-    if published is not None:
-        write_csv(folder / "published.csv", *published.table(runs))
-        published_plot(published.beside(runs), published.title, folder / "published.png")
     write_text(folder / "compare.html", _page(runs, folder))
     return folder / "compare.html"
 
 
 def _write_folds(runs: Sequence[ComparedRun], folder: Path) -> None:
     """Write one row per run of cross-validations, whose rows in compare.csv are of several, and draw their scores."""
-    rows = methods(runs)
+    rows = folds.methods(runs)
     keys = differences.method_columns(rows)
     (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison
     remove_picture(folder / "folds.png")
@@ -254,8 +235,8 @@ def _draw_peaks(runs: Sequence[ComparedRun], path: Path) -> None:
         runs_with_peak = [run for run in runs if run.basis is not None]
     if not runs_with_peak:
         return
-    keys = differences.method_columns(methods(runs))
-    plotted = [_plotted(row, keys) for row in methods(runs_with_peak)]
+    keys = differences.method_columns(folds.methods(runs))
+    plotted = [_plotted(row, keys) for row in folds.methods(runs_with_peak)]
     names = [line.partition(":")[0] for line in not_comparable(runs_with_peak)]
     remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
     comparison_plot(plotted, remark, path)
@@ -286,9 +267,8 @@ def _draw_curves(rows: Sequence[ComparedRun], path: Path) -> None:
 
 
 def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
-    rows = methods(runs)
+    rows = folds.methods(runs)
     by_folds = folds_table(rows)
-    published = published_experiment(runs)
     return render(
         "compare.html",
         title=_title(runs),
@@ -302,9 +282,6 @@ def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
             folder / "folds.png", "Dice by class: one point per fold and method, and their mean"
         ),
         each_run=comparison_table(runs) if by_folds is not None else None,
-        published=published.table(runs) if published is not None else None,
-        published_title=published.title if published is not None else "",
-        published_picture=read_picture(folder / "published.png", "IoU of these runs beside the paper's"),
         not_comparable=not_comparable(runs),
         peaks=read_picture(folder / "compare.png", "peak memory, against seconds per step and Dice if measured"),
         curves=read_picture(folder / "curves.png", "training loss and validation Dice by step, one line per run"),

@@ -34,7 +34,6 @@ class ComparedRun:
     is_whole: bool  # whether `settings` is the whole config; else only the command line is known
     environment: Mapping[str, str]
     numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None for a number that it has not
-    iou: Mapping[str, float]  # of each scored case, the mean over its foreground classes
     curves: Mapping[str, Curve]  # by their keys in metrics.jsonl
     named: frozenset[str] = frozenset()  # options on its command line
     scores: Sequence[Mapping[str, str]] = ()  # scores.csv
@@ -101,7 +100,6 @@ def compared(name: str, run: RunRecord) -> ComparedRun:
         is_whole=bool(run.settings),
         environment=run.environment,
         numbers=_numbers(run),
-        iou=_iou(run),
         curves=curves,
         named=frozenset(word.partition("=")[0].lstrip("+~") for word in words),
         scores=run.scores,
@@ -135,17 +133,6 @@ def _as_text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(_as_text('', item) for item in value)}]"
     return str(value)
-
-
-def _iou(run: RunRecord) -> dict[str, float]:
-    """Return the mean IoU over its classes of each case that has one."""
-    means = {}
-    for case in run.scores:
-        cells = [cell for key, cell in case.items() if str(key).startswith("iou/")]
-        mean = mean_of(as_number(cell) for cell in cells)
-        if mean is not None:
-            means[case.get("case", "")] = mean
-    return means
 
 
 def _numbers(run: RunRecord) -> dict[str, Any]:

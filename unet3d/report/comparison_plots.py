@@ -1,9 +1,8 @@
-"""Figures of several runs: their curves, their peaks against time and Dice, and a published table beside them."""
+"""Figures of several runs: their curves, and their peaks against time and Dice."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,6 @@ from unet3d.report.plots import (
     BLUE,
     FEW_RECORDS,
     GREY,
-    LABEL_LETTERS,
     LETTER,
     LINE,
     LINES,
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 OVERLAID = {"train/loss": "Training loss", "val/dice_mean": "Validation Dice, mean of classes"}
 PARETO = "Pareto-optimal"
-PAPER = "the paper's, on its own volumes"
 
 
 class PlottedRun(NamedTuple):
@@ -63,14 +60,6 @@ class Panel(NamedTuple):
         """Return the run's number; None without one."""
         value: float | None = getattr(run, self.field)
         return value
-
-
-class PublishedRow(NamedTuple):
-    """A row of the paper's table: scores of these runs, None where one is missing, and the paper's."""
-
-    name: str
-    ours: Sequence[float | None]
-    paper: Sequence[float]
 
 
 PANELS = (
@@ -262,41 +251,3 @@ def _bars(runs: Sequence[PlottedRun], labels: Sequence[str]) -> "Figure":
     highest = max([*peaks, 1e-3])
     axes.set(xlim=(0, 1.15 * highest), ylim=(len(runs) - 0.4, -0.6))
     return figure
-
-
-def published_plot(rows: Sequence[PublishedRow], title: str, path: Path) -> None:
-    """Draw the IoU of these runs and the paper's, a column per row of its table; lines join the means."""
-    figure = blank(6.4, 4.2)
-    axes = figure.subplots()
-    _draw_column_scores(axes, [row.ours for row in rows], "these runs", -0.06, BLUE)
-    _draw_column_scores(axes, [row.paper for row in rows], PAPER, 0.06, GREY)
-    axes.set(xlim=(-0.5, len(rows) - 0.5), ylim=(0, 1), ylabel="IoU")
-    axes.set_xticks(range(len(rows)), [row.name for row in rows])
-    axes.set_title("\n".join(wrap(title, LABEL_LETTERS)), fontsize=11)
-    grid_below(axes, "y")
-    open_frame(axes)
-    axes.legend(frameon=False, loc="lower right")
-    save_picture(figure, path)
-
-
-def _draw_column_scores(
-    axes: "Axes",
-    columns: Sequence[Sequence[float | None]],
-    name: str,
-    shift: float,
-    colour: str,
-) -> None:
-    """Draw the scores of each column, beside its middle by `shift`, and a line through their means."""
-    means = dict(_column_means(columns))
-    for index, scores in enumerate(columns):
-        known = [score for score in scores if score is not None]
-        axes.plot(np.full(len(known), index + shift), known, "o", color=colour, markersize=5)
-    if means:
-        axes.plot([index + shift for index in means], list(means.values()), color=colour, label=name)
-
-
-def _column_means(columns: Sequence[Sequence[float | None]]) -> Iterator[tuple[int, float]]:
-    for index, scores in enumerate(columns):
-        known = [score for score in scores if score is not None]
-        if known:
-            yield index, fmean(known)

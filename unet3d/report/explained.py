@@ -33,5 +33,5 @@ def write_page(explanation: Explanation, folder: str | Path) -> Path:
     }
     write_json(folder / "memory.json", memory)
     write_text(folder / "explained.txt", f"{explanation}\n")
-    memory_plots.write_ledger_files(explanation.meter.ledger, explanation.name, folder)
+    memory_plots.write_ledger_files(explanation.meter.ledger, folder)
     return report.write_report(read_run(folder))

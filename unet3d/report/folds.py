@@ -115,7 +115,6 @@ def _merged(runs: Sequence[ComparedRun]) -> ComparedRun:
         name=",".join(run.name for run in runs),
         settings={**_shared(first), FOLD: ",".join(run.settings[FOLD] for run in runs)},
         environment=dict(set.intersection(*environments)),
-        iou={},
         curves={},
         named=frozenset().union(*(run.named for run in runs)),
         scores=[case for run in runs for case in run.scores],

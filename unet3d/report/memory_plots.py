@@ -1,4 +1,4 @@
-"""Figures of the memory of a step, and a ledger's other files; every axis of bytes is in MiB (2^20 bytes)."""
+"""Figures of the memory of a step or of several networks, and a ledger's file; every axis of bytes is in MiB."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from unet3d.base.files import write_csv
 from unet3d.base.types import MIB, mib
 from unet3d.memory.tables import folded, phase_name
-from unet3d.report.plots import GREY, Array, blank, open_frame, plain, save_picture
+from unet3d.report.plots import GREY, PALE, Array, blank, colours, open_frame, plain, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from unet3d.memory.ledger import Ledger
 
 Entry = Mapping[str, Any]  # a step in memory.json
+Series = Mapping[str, Sequence[tuple[float, int]]]  # name: x and peak in bytes
 KINDS = {  # category of bytes: its name and colour, from the bottom of a stack up; what every step keeps lies below
     "params": ("weights", "#0072B2"),
     "optimizer": ("optimizer state", "#CC79A7"),
@@ -46,8 +46,8 @@ class Part(NamedTuple):
     below: Array
 
 
-def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
-    """Write memory/ (snapshot.pickle of all steps; timeline.csv, trace.csv, changes.txt of the last), and a figure."""
+def write_ledger_files(ledger: "Ledger", folder: Path) -> None:
+    """Write memory/snapshot.pickle of all steps for PyTorch's viewer, and a figure of the last."""
     from unet3d.memory import analysis, export  # here, since a report is written without torch
 
     start, rows = analysis.timeline_rows(ledger)
@@ -56,11 +56,7 @@ def write_ledger_files(ledger: "Ledger", name: str, folder: Path) -> None:
     files = folder / "memory"
     files.mkdir(parents=True, exist_ok=True)
     (folder / "figures").mkdir(exist_ok=True)
-    last = sum(mark == "end" for _, mark in ledger.marks) - 1
     export.write_snapshot(ledger, files / "snapshot.pickle")
-    write_csv(files / "timeline.csv", analysis.TimelineRow._fields, rows)
-    export.write_trace(export.trace(ledger, name, last), files / "trace.csv")
-    export.write_changes(ledger, files / "changes.txt")
     timeline_plot(start, rows, folder / "figures" / "memory_timeline.png")
 
 
@@ -152,6 +148,46 @@ def _mark_peak(axes: "Axes", event: int, peak: float, rows: Sequence["TimelineRo
         side = "right"
     axes.plot(event, peak, "v", color="black", markersize=5)
     axes.annotate(text, (event, peak), (0, 6), textcoords="offset points", ha=side, fontsize=9)
+
+
+def peak_curves(panels: Sequence[tuple[str, Series]], path: Path) -> None:
+    """Draw peak memory against other sizes, a panel each: (title of the axis of x, its series)."""
+    names = list(dict.fromkeys(name for _, series in panels for name in series))
+    palette = dict(zip(names, colours(len(names)), strict=True))
+    width = 3.3 * len(panels) + 0.6
+    figure = blank(max(width, 5), 4)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, series) in zip(grid, panels, strict=True):
+        for name, points in series.items():
+            x = [size for size, _ in points]
+            peaks = [peak / MIB for _, peak in points]
+            axes.plot(
+                x,
+                peaks,
+                "o-",
+                color=palette[name],
+                label=name,
+                markersize=5,
+            )
+        _few_ticks(axes, series)
+        axes.set_xlabel(title)
+        axes.grid(color=PALE)
+    grid[0].set(ylim=(0, None), ylabel="peak memory (MiB)")
+    finish(figure, path)
+
+
+def _few_ticks(axes: "Axes", series: Series) -> None:
+    """Set at most four ticks, at whole numbers where all points are whole."""
+    from matplotlib.ticker import MaxNLocator
+
+    is_whole = all(float(x).is_integer() for points in series.values() for x, _ in points)
+    locator = MaxNLocator(
+        4,
+        steps=[1, 2, 5, 10],
+        integer=is_whole,
+        min_n_ticks=1,
+    )
+    axes.xaxis.set_major_locator(locator)
 
 
 def layer_plot(entry: Entry, path: Path) -> None:

@@ -22,7 +22,7 @@ MOST_CLASSES = 60  # of figures/scores.png
 VERSIONS = ("unet3d", "commit", "python", "torch", "monai", "numpy")  # of env.json
 MOST_ROWS = 12  # of cases: more rows are folded
 MOST_NAMES = 2000  # of cases: more names are not shown
-PARTS = {"train": "training", "val": "validation"}  # of split.json; older runs have the long words
+PARTS = {"train": "training", "val": "validation"}  # of split.json
 ON_A_CASE = "outlines of truth and prediction on the image, and where they differ, on three planes"
 
 

@@ -41,7 +41,7 @@ class TrainedNetworks:
     weights: list[dict[str, Tensor]]  # of each network: a run's checkpoint holds one, a published one may hold several
     splits: list[Split]  # what was held out from each
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
-    seen: Seen | None = None  # what their training cases are like; None in files of earlier versions
+    seen: Seen | None = None  # what their training cases are like; None where nobody has looked
 
     @property
     def regions(self) -> Regions | None:
@@ -127,7 +127,7 @@ class Checkpoint:
         others = [dict(weights) for weights in state.get("others", [])]
         splits = [dict(split) for split in state.get("splits", [split_of(config.data)])]
         largest = tuple(state.get("largest", ()))
-        seen = state.get("seen")
+        seen = state["seen"]
         trained = TrainedNetworks(
             path=self.path,
             config=config,

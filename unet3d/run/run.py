@@ -249,7 +249,7 @@ class Run:
         self.memory.add_measured(parameters, measured)
         self.loggers.summary(peaks(self.memory.contents()))
         if self.trainer.step == self.config.steps:
-            memory_plots.write_ledger_files(self.meter.ledger, self.folder.name, self.folder)
+            memory_plots.write_ledger_files(self.meter.ledger, self.folder)
 
     def _keep_measured_early(self) -> None:
         """Write memory.json now: the run may end here, and a resumed one cannot measure the first step again."""

@@ -7,5 +7,5 @@
   program of `unet3d.recomputing`.
 - `inference` slides a network over a volume, with `windows` and `window_sums`.
 - `checkpoint` is the file of a trained network.
-- `switches` sets what torch decides for the whole process, `known_bad` lists versions with faults.
+- `switches` sets what torch decides for the whole process, `known_bad` names a version with a fault.
 """

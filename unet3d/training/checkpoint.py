@@ -114,15 +114,8 @@ def _refuse_other_format(state: object, path: Path) -> None:
     number = state.get("format") if isinstance(state, dict) else None
     if not isinstance(number, int):
         raise CheckpointError(f"{path}: not a unet3d checkpoint: it names no format")
-    if number == FORMAT:
-        return
-    if number > FORMAT:
-        age = "a newer"
-        remedy = "update unet3d"
-    else:
-        age = "an older"
-        remedy = "use that version, or retrain"
-    raise CheckpointError(f"{path}: of {age} unet3d (format {number}; this one reads format {FORMAT}); {remedy}")
+    if number != FORMAT:
+        raise CheckpointError(f"{path}: of another version of unet3d (format {number}; this one reads format {FORMAT})")
 
 
 def _refuse_odd_values(state: dict[str, Any], path: Path) -> None:

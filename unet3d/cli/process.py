@@ -1,4 +1,4 @@
-"""stdout and stderr that outlive their reader and a full disk."""
+"""What a process sets before it works: how threads wait, and streams that outlive their reader and a full disk."""
 
 import os
 import sys
@@ -6,6 +6,18 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from unet3d.base.errors import is_disk_full
+
+SPINS = "3000"  # turns of a waiting thread's loop before it sleeps; libgomp's own number is 300,000
+
+
+def share_cores() -> None:
+    """Let threads that wait for each other sleep soon, unless the environment says how they are to wait.
+
+    A thread that waits awake keeps its core busy. Where two programs share the cores, steps then take six times as
+    long. On idle cores sleeping costs a hundredth: `tests/bench/busy_cores.py`. Call it before torch loads.
+    """
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 class SafeStream:
