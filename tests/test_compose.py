@@ -10,14 +10,14 @@ from typing import Any
 import hydra
 import pytest
 import yaml
-from guards import nothing, without
+from guards import none, nothing, without
 from omegaconf import OmegaConf
 
 from unet3d.base import files
 from unet3d.base.errors import UserError
-from unet3d.config import compose, hydra_errors, idle, resume_rules, rules
+from unet3d.config import compose, hydra_errors, resume_rules, rules
 from unet3d.config.plan_file import read_plan
-from unet3d.config.schema import Config
+from unet3d.config.schema import FACTS, Config
 
 # Words that the one line must hold, as often as they stand here.
 WRONG = {
@@ -194,7 +194,7 @@ def missing(text: str, words: Sequence[str]) -> list[str]:
 def read(overrides: Sequence[str]) -> Config:
     """Return the config of these; without Hydra, which takes longer, where all are values of options."""
     words = [override.partition("=") for override in overrides]
-    if not all(name in compose.ABOUT and re.fullmatch(r"\[.*\]|[\w.-]+", value) for name, _, value in words):
+    if not all(name in FACTS and re.fullmatch(r"\[.*\]|[\w.-]+", value) for name, _, value in words):
         return compose.compose(overrides)
     values = OmegaConf.create()
     for name, _, value in words:
@@ -222,9 +222,9 @@ def named(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("overrides", "words"), IDLE.items(), ids=named)
-@without("unet3d.config.idle.IDLE", (), only="data.folds=10")
+@without("unet3d.config.rules.options_with", none, only="data.folds=10")
 def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], words: list[str]) -> None:
-    (line,) = idle.warnings(read(overrides))
+    (line,) = rules.warnings(read(overrides))
     assert "\n" not in line and not missing(line, words), line
 
 
@@ -316,7 +316,7 @@ def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
             overrides += [f"loss={next(losses)}", f"optim={next(optimizers)}"]
         config = compose.compose(overrides)
         if group == "experiment":
-            assert idle.warnings(config) == [], f"{name} sets what does nothing"
+            assert rules.warnings(config) == [], f"{name} sets what does nothing"
 
 
 COMPOSE = hydra.compose

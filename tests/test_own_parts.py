@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from guards import without
+from guards import none, without
 from training import PLAIN, ROOT, TINY, face, records, status
 from training import train as fork
 
@@ -170,7 +170,7 @@ def test_a_run_uses_the_parts(place: Path) -> None:
 
 
 @pytest.mark.slow
-@without("unet3d.config.resume_rules.IMPORTS", ())
+@without("unet3d.config.resume_rules.options_with", none)
 def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(place / "run", copy)

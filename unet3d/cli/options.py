@@ -21,17 +21,6 @@ TITLE = (
 Row = tuple[str, str, str, str, str]  # option, type, allowed values, default, meaning
 
 
-NAMED_TYPES = {  # of options that take several types
-    "ckpt": "int or auto",
-    "batch": "int or auto",
-    "workers": "int or auto",
-    "label_map": "map or null",
-    "regions": "map (model: list) or null",
-    "kernels": "int, list or auto",
-    "strides": "int, list or auto",
-}
-
-
 def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
     """Return the options by group, a row each, with the values of `node` as defaults."""
     title = f"{prefix.rstrip('.') or 'run'}: {type(node).__doc__}"
@@ -50,7 +39,7 @@ def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
 def _type(item: Field) -> str:
     """Return the type of an option in words."""
     if item.type is Any:
-        return NAMED_TYPES[item.name]
+        return str(item.metadata["kind"])
     name = item.type.__name__ if isinstance(item.type, type) else str(item.type)
     return name.replace(" | None", " or null")
 

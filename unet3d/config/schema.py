@@ -1,8 +1,9 @@
 """Every option of a run: its type, range and meaning. This is Hydra's schema; rules.py checks several together."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import MappingProxyType
+from typing import Any, TypedDict, Unpack
 
 from unet3d.base.regions import Regions
 
@@ -14,12 +15,60 @@ GENERATED = ("phantom", "mni152")  # layouts that are generated where no data.ro
 UNNAMED = ("folders",)  # layouts whose files name no classes, so that data.classes must
 
 
-def option(default: Any, about: str, *, low: Any = None, high: Any = None, among: tuple = (), size: int = 0) -> Any:
-    """Return a dataclass field with its meaning, inclusive range (of a list's items) or choices, and list length."""
-    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size}
+IS_SPEED = "the same numbers, perhaps rounded otherwise, in other time or memory"
+IS_PLACE = "where files lie"
+IS_COURSE = "how the run went along, not what it learned"
+HOLDS_NO_CASE_OUT = "with data.semi=true, which holds no case out"
+
+
+class Facts(TypedDict, total=False):
+    """What else is known of an option. A group's facts are those of its options that do not say otherwise."""
+
+    kind: str  # the type in words, of a value of several types, which has a rule of its own
+    example: str  # of a map
+    ascending: bool  # two numbers: smallest, largest
+    letters: int  # at most, of a name that wandb accepts
+    idle: Mapping[str, Callable[["Config"], bool]]  # why it does nothing beside the others, and when
+    imports: tuple[str, ...]  # names code, which is called with these
+    any_network: bool  # counts beside model.path
+    by_level: bool  # may have an entry for each level
+    module: tuple[str, ...]  # the commands that take it with --module
+    fixed: bool  # a resumed run with another value would be another run
+    plan: str  # a plan "keeps" it; "reads" it as it is made; "ignores" it. Any other is refused: code, accounts
+    pace: bool  # sets the number of steps and validations
+    switch: bool  # changes how long a step takes
+    same: bool  # runs with other values are not comparable: other data, or another length or course of training
+    untold: str  # why it is none of a methods paragraph's business
+    sees: bool  # changes how a network sees images, or what its classes are
+    learned: str  # a checkpoint says how "files" are read, what "labels" are, or what goes "with labels"
+    private: bool  # holds a path: it is not published, and not in a private wandb run
+
+
+def option(
+    default: Any,
+    about: str,
+    *,
+    low: Any = None,
+    high: Any = None,
+    among: tuple = (),
+    size: int = 0,
+    **facts: Unpack[Facts],
+) -> Any:
+    """Return a dataclass field: its meaning, inclusive range (of a list's items) or choices, list length, and facts."""
+    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size, **facts}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def _has_no_fold(config: "Config") -> bool:
+    """Return whether neither the run nor a sweep of it names a fold."""
+    return config.data.fold is None and not any("data.fold=" in word for word in config.sweep or [])
+
+
+def _has_class_names(config: "Config") -> bool:
+    """Return whether the data set's file names the classes."""
+    return config.data.format not in UNNAMED and config.data.label_map is None
 
 
 def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -32,36 +81,55 @@ def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
 class Model:
     """The U-Net. Lists run from the shallowest level (full resolution) to the deepest."""
 
-    path: str | None = option(None, "your own network, package.module:name, called as name(in_channels, classes)")
+    path: str | None = option(
+        None,
+        "your own network, package.module:name, called as name(in_channels, classes)",
+        plan="",
+        any_network=True,
+        imports=("in_channels", "classes"),
+    )
     features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", low=1)
-    decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", low=1)
+    decoder: list[int] | None = option(
+        None, "channels of each decoder level; null: the encoder's", low=1, by_level=True
+    )
     blocks: list[int] | None = option(
         None,
         "residual blocks of each encoder level, after a stem, and one convolution a decoder level, as in nnU-Net's "
         "ResEnc; null: two convolutions a level",
         low=1,
         high=64,
+        by_level=True,
     )
-    in_channels: int | None = option(None, "image channels; null: the data's", low=1)
-    classes: int | None = option(None, "classes with background, or regions; null: the data's", low=1, high=32767)
-    regions: Any = option(None, "labels of each output, [[1,2,3],[2,3],[3]], where classes overlap; null: the data's")
+    in_channels: int | None = option(None, "image channels; null: the data's", low=1, any_network=True)
+    classes: int | None = option(
+        None, "classes with background, or regions; null: the data's", low=1, high=32767, any_network=True, same=True
+    )
+    regions: Any = option(
+        None,
+        "labels of each output, [[1,2,3],[2,3],[3]], where classes overlap; null: the data's",
+        any_network=True,
+        kind="list or null",
+    )
     regions_class_order: list[int] | None = option(
         None,
         "label that each of these regions is drawn as, later ones over earlier ones; null: the data's",
         low=1,
         high=65535,
+        any_network=True,
     )
     kernels: Any = option(
-        3, "kernel size of each level (voxels): 3, [3,3,3], or a list of them; auto: from the first case's spacing"
+        3,
+        "kernel size of each level (voxels): 3, [3,3,3], or a list of them; auto: from the first case's spacing",
+        by_level=True,
+        kind="int, list or auto",
     )
     strides: Any = option(
-        2, "stride from each level to the next: 2, [2,2,1], or a list of them; auto: from the spacing"
+        2,
+        "stride from each level to the next: 2, [2,2,1], or a list of them; auto: from the spacing",
+        by_level=True,
+        kind="int, list or auto",
     )
-    padding: str = option(
-        "same",
-        "same: output as large as the input; valid: unpadded",
-        among=("same", "valid"),
-    )
+    padding: str = option("same", "same: output as large as the input; valid: unpadded", among=("same", "valid"))
     conv_bias: bool = option(True, "bias in the convolutions of the blocks")
     widen: str = option(
         "first",
@@ -75,26 +143,23 @@ class Model:
     )
     norm_affine: bool = option(True, "learned scale and shift in the normalisation")
     groups: int = option(8, "groups of norm=group", low=1)
-    activation: str = option(
-        "relu",
-        "swish: x*sigmoid(x); swish_lean: keeps only x for backward",
-        among=ACTIVATIONS,
-    )
+    activation: str = option("relu", "swish: x*sigmoid(x); swish_lean: keeps only x for backward", among=ACTIVATIONS)
     negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
-    inplace: bool = option(False, "activation in place (relu, leaky_relu)")
-    downsampling: str = option(
-        "max_pool",
-        "between levels",
-        among=("max_pool", "strided_conv"),
+    inplace: bool = option(
+        False,
+        "activation in place (relu, leaky_relu)",
+        untold=IS_SPEED,
+        idle={"for this model.activation": lambda c: c.model.activation not in ("relu", "leaky_relu")},
     )
-    upsampling: str = option(
-        "transposed",
-        "between levels",
-        among=("transposed", "trilinear", "nearest"),
-    )
+    downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
+    upsampling: str = option("transposed", "between levels", among=("transposed", "trilinear", "nearest"))
     up_reduce: bool = option(True, "reduce channels to the skip's while upsampling (1x1x1 convolution if interpolated)")
     up_bias: bool = option(True, "bias of the upsampling convolution")
-    residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
+    residual: bool = option(
+        False,
+        "blocks add their input (1x1x1 projection where channels or stride change)",
+        idle={"beside model.blocks, which are residual": lambda c: c.model.blocks is not None},
+    )
     dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", low=0, high=0.95)
     deep_supervision: bool = option(False, "a head and a loss at every decoder level")
 
@@ -114,36 +179,24 @@ class Augment:
     spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, in one resampling", low=0, high=1)
     rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", low=0, high=180)
     scaling: list[float] = option(
-        [0.7, 1.4],
-        "zoom range; below 1 shrinks the image",
-        low=0.1,
-        high=10,
-        size=2,
+        [0.7, 1.4], "zoom range; below 1 shrinks the image", low=0.1, high=10, size=2, ascending=True
     )
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
     elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
-    mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", low=0, high=2)
+    mirror: list[int] = option(
+        [0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", low=0, high=2, sees=True
+    )
     noise_p: float = option(0.1, "Gaussian noise", low=0, high=1)
     noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
     blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
-    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0, size=2)
+    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0, size=2, ascending=True)
     contrast_p: float = option(0.15, "a factor on all intensities", low=0, high=1)
-    contrast: list[float] = option([0.75, 1.25], "range of these factors", low=0, size=2)
+    contrast: list[float] = option([0.75, 1.25], "range of these factors", low=0, size=2, ascending=True)
     gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
-    gamma: list[float] = option(
-        [0.7, 1.5],
-        "range of its exponent",
-        low=0.1,
-        high=10,
-        size=2,
-    )
+    gamma: list[float] = option([0.7, 1.5], "range of its exponent", low=0.1, high=10, size=2, ascending=True)
     low_resolution_p: float = option(0.0, "downsampled and back, as if scanned with fewer voxels", low=0, high=1)
     low_resolution: list[float] = option(
-        [0.5, 1.0],
-        "share of the voxels along each axis",
-        low=0.1,
-        high=1,
-        size=2,
+        [0.5, 1.0], "share of the voxels along each axis", low=0.1, high=1, size=2, ascending=True
     )
 
 
@@ -152,13 +205,7 @@ class Phantom:
     """The embedded data set, generated once under data/."""
 
     cases: int = option(16, "volumes generated", low=2, high=1000)
-    shape: list[int] = option(
-        [64, 64, 32],
-        "voxels along x, y, z",
-        low=16,
-        high=512,
-        size=3,
-    )
+    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", low=16, high=512, size=3)
     seed: int = option(0, "same seed, same bytes", low=0)
 
 
@@ -167,51 +214,90 @@ class Data:
     """The data set, its split, and how patches are cut."""
 
     format: str = option(
-        "phantom",
-        "layout on disk",
-        among=("phantom", "mni152", "decathlon", "nnunet", "folders"),
+        "phantom", "layout on disk", among=("phantom", "mni152", "decathlon", "nnunet", "folders"), learned="files"
     )
-    root: str | None = option(None, "folder of the data set")
-    images: str = option("images", "folders: sub-folder of the images")
-    labels: str = option("labels", "folders: sub-folder of the label maps")
-    classes: list[str] | None = option(None, "folders, or with label_map: class names, background first")
-    label_map: Any = option(None, "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored")
+    root: str | None = option(None, "folder of the data set", fixed=False, private=True, untold=IS_PLACE)
+    images: str = option("images", "folders: sub-folder of the images", private=True, untold=IS_PLACE)
+    labels: str = option("labels", "folders: sub-folder of the label maps", private=True, untold=IS_PLACE)
+    classes: list[str] | None = option(
+        None,
+        "folders, or with label_map: class names, background first",
+        learned="labels",
+        idle={"for this data.format: dataset.json names the classes": _has_class_names},
+    )
+    label_map: Any = option(
+        None,
+        "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored",
+        sees=True,
+        learned="labels",
+        kind="map or null",
+        example="{1:[1,2],2:4}",
+    )
     regions: Any = option(
-        None, "classes that overlap: name and labels, as {whole: [1,2], core: 2}; null: none, or dataset.json's"
+        None,
+        "classes that overlap: name and labels, as {whole: [1,2], core: 2}; null: none, or dataset.json's",
+        learned="labels",
+        kind="map or null",
+        example="{whole:[1,2],core:2}",
     )
     regions_class_order: list[int] | None = option(
         None,
         "with regions: label that each is drawn as, later ones over earlier ones",
         low=1,
         high=65535,
+        learned="with labels",
     )
-    ignore: int | None = option(None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535)
+    ignore: int | None = option(
+        None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535, learned="files"
+    )
     nonfinite: str = option(
-        "error",
-        "NaN and infinite voxels; zero: 0 takes their place",
-        among=("error", "zero"),
+        "error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"), same=False
     )
     affine: str = option(
         "auto",
         "what places voxels where sform, qform and pixdim disagree; auto: the first that a file has, with a warning",
         among=("auto", "sform", "qform", "pixdim"),
+        sees=True,
     )
     affine_check: str = option(
         "error",
         "files of a case that lie apart in space: error refuses them, warn pairs them voxel by voxel",
         among=("error", "warn"),
+        same=False,
     )
-    allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")
+    allow_outside: bool = option(
+        False,
+        "read files that dataset.json or links name outside of data.root",
+        same=False,
+        fixed=False,
+        plan="reads",
+        untold=IS_PLACE,
+    )
     cache: str = option(
         "memory",
         "what keeps prepared cases; off: nothing",
         among=("memory", "disk", "off"),
+        same=False,
+        fixed=False,
+        untold=IS_SPEED,
     )
-    cache_root: str | None = option(None, "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache")
+    cache_root: str | None = option(
+        None,
+        "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache",
+        same=False,
+        fixed=False,
+        plan="reads",
+        private=True,
+        untold=IS_PLACE,
+        idle={"without data.cache=disk": lambda c: c.data.cache != "disk"},
+    )
     fingerprint: str = option(
         "sample",
         "what resume compares of each file; full: all bytes",
         among=("sample", "full"),
+        same=False,
+        fixed=False,
+        untold="how a resumed run compares files",
     )
     patch: list[int] = option(
         [64, 64, 32],
@@ -219,35 +305,44 @@ class Data:
         low=1,
         high=2048,
         size=3,
+        sees=True,
     )
     spacing: list[float] | None = option(
-        None,
-        "resample to this (mm); null: as stored",
-        low=1e-7,
-        high=10_000_000,
-        size=3,
+        None, "resample to this (mm); null: as stored", low=1e-7, high=10_000_000, size=3, sees=True, learned="files"
     )
     intensity: str = option(
-        "auto",
-        "auto: CT channels as ct, others zscore; data=folders: say ct",
-        among=INTENSITIES,
+        "auto", "auto: CT channels as ct, others zscore; data=folders: say ct", among=INTENSITIES, same=False
     )
-    val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
-    folds: int = option(5, "folds of the cross-validation", low=2, high=100)
+    val_fraction: float = option(
+        0.2,
+        "share of the cases held out",
+        low=0.01,
+        high=0.9,
+        idle={
+            "beside data.fold or data.split": lambda c: c.data.fold is not None or c.data.split is not None,
+            HOLDS_NO_CASE_OUT: lambda c: c.data.semi,
+        },
+    )
+    folds: int = option(5, "folds of the cross-validation", low=2, high=100, idle={"without data.fold": _has_no_fold})
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
     split: str | None = option(
-        None, "JSON file {train: [ids], val: [ids]} instead of both, or a list of such splits: data.fold says which"
+        None,
+        "JSON file {train: [ids], val: [ids]} instead of both, or a list of such splits: data.fold says which",
+        fixed=False,
+        plan="reads",
+        private=True,
     )
     groups: str | None = option(
         None,
         "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: group}, or a "
         "regular expression for that part of a case's name; null: each for itself",
+        fixed=False,
+        plan="reads",
+        private=True,
+        idle={HOLDS_NO_CASE_OUT: lambda c: c.data.semi},
     )
     sparse: list[int] | None = option(
-        None,
-        "number of annotated slices across x, y and z; null: every voxel is annotated",
-        low=0,
-        size=3,
+        None, "number of annotated slices across x, y and z; null: every voxel is annotated", low=0, size=3
     )
     semi: bool = option(False, "with sparse: learn from these slices of every case, score others of the same cases")
     scored: list[int] = option(
@@ -255,12 +350,29 @@ class Data:
         "semi: slices scored, across x, y, z",
         low=0,
         size=3,
+        idle={
+            "without data.semi=true": lambda c: not c.data.semi,
+            "beside data.sparse_fold, which scores that part": lambda c: c.data.sparse_fold is not None,
+        },
     )
-    sparse_folds: int = option(3, "semi: folds of the annotated slices; all but one are learned from", low=2)
+    sparse_folds: int = option(
+        3,
+        "semi: folds of the annotated slices; all but one are learned from",
+        low=2,
+        idle={"without data.sparse_fold": lambda c: c.data.sparse_fold is None},
+    )
     sparse_fold: int | None = option(None, "semi: which of these folds is scored; null: the slices of scored", low=0)
-    foreground: float = option(0.33, "share of patches centred on a voxel of a random foreground class", low=0, high=1)
-    transforms: list[str] = option([], "your own, package.module:name, applied to training patches after augmentation")
-    augment: Augment = field(default_factory=Augment)
+    foreground: float = option(
+        0.33, "share of patches centred on a voxel of a random foreground class", low=0, high=1, same=False
+    )
+    transforms: list[str] = option(
+        [],
+        "your own, package.module:name, applied to training patches after augmentation",
+        same=False,
+        plan="",
+        imports=("image", "label", "rng"),
+    )
+    augment: Augment = field(default_factory=Augment, metadata=Facts(same=False))
     phantom: Phantom = field(default_factory=Phantom)
 
     def __post_init__(self) -> None:
@@ -280,9 +392,20 @@ class Loss:
         "dice_ce",
         "cross-entropy, soft Dice, their sum, or another of training/losses.py",
         among=LOSSES,
+        idle={"beside loss.path": lambda c: c.loss.path is not None},
     )
-    path: str | None = option(None, "your own function, package.module:name, called as name(logits, label, options)")
-    weights: list[float] | None = option(None, "one weight per class for the cross-entropy", low=0)
+    path: str | None = option(
+        None,
+        "your own function, package.module:name, called as name(logits, label, options)",
+        plan="",
+        imports=("logits", "label", "options"),
+    )
+    weights: list[float] | None = option(
+        None,
+        "one weight per class for the cross-entropy",
+        low=0,
+        idle={"for loss=dice": lambda c: c.loss.name == "dice" and c.loss.path is None},
+    )
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
 
 
@@ -290,23 +413,28 @@ class Loss:
 class Optim:
     """Optimizer and learning-rate schedule."""
 
-    name: str = option("adamw", "optimizer", among=("sgd", "adam", "adamw"))
+    name: str = option("adamw", "optimizer", among=("sgd", "adam", "adamw"), fixed=True)
     lr: float = option(1e-3, "peak learning rate", low=0, high=100)
-    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", low=0, high=1)
-    momentum: float = option(0.99, "sgd, Nesterov's", low=0, high=0.9999)
-    betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999, size=2)
-    schedule: str = option(
-        "poly",
-        "of the learning rate",
-        among=("poly", "cosine", "one_cycle", "constant"),
-    )
+    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", low=0, high=1, fixed=True)
+    momentum: float = option(0.99, "sgd, Nesterov's", low=0, high=0.9999, fixed=True)
+    betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999, size=2, fixed=True)
+    schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
-    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
-    init_names: list[str] | None = option(None, "what init_lr is for, as [inc,down1]; null: all that init loaded")
-    fused: bool = option(False, "one kernel updates all weights; changes rounding")
+    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100, fixed=True)
+    init_names: list[str] | None = option(
+        None,
+        "what init_lr is for, as [inc,down1]; null: all that init loaded",
+        fixed=True,
+        idle={"without optim.init_lr": lambda c: c.optim.init_lr == 1},
+    )
+    fused: bool = option(False, "one kernel updates all weights; changes rounding", switch=True, untold=IS_SPEED)
     average: float | None = option(
-        None, "EMA decay; the averaged weights are used for validation and prediction; null: none", low=0, high=0.99999
+        None,
+        "EMA decay; the averaged weights are used for validation and prediction; null: none",
+        low=0,
+        high=0.99999,
+        fixed=True,
     )
 
 
@@ -314,10 +442,27 @@ class Optim:
 class Inference:
     """The sliding window."""
 
-    overlap: float = option(0.5, "overlap of neighbouring windows, as a share of the window", low=0, high=0.9)
-    mirror: bool = option(False, "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes")
+    overlap: float = option(
+        0.5,
+        "overlap of neighbouring windows, as a share of the window",
+        low=0,
+        high=0.9,
+        sees=True,
+        idle={"for model.padding=valid, whose tiles do not overlap": lambda c: c.model.padding == "valid"},
+    )
+    mirror: bool = option(
+        False,
+        "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes",
+        sees=True,
+        idle={"with data.augment.mirror=[]": lambda c: not c.data.augment.mirror},
+    )
     batch: Any = option(
-        "auto", "windows per forward pass; auto: on CUDA as many as a micro-batch has patches, else 1", low=1, high=4096
+        "auto",
+        "windows per forward pass; auto: on CUDA as many as a micro-batch has patches, else 1",
+        low=1,
+        high=4096,
+        kind="int or auto",
+        untold=IS_SPEED,
     )
 
 
@@ -325,25 +470,28 @@ class Inference:
 class Cuda:
     """How a GPU computes; on the CPU nothing of it counts."""
 
-    benchmark: bool = option(False, "cuDNN tries its kernels for each shape, in more memory, and keeps the fastest")
-    tf32: bool = option(True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23")
+    benchmark: bool = option(
+        False,
+        "cuDNN tries its kernels for each shape, in more memory, and keeps the fastest",
+        switch=True,
+        untold=IS_SPEED,
+    )
+    tf32: bool = option(
+        True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23", switch=True
+    )
 
 
 @dataclass
 class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
-    mode: str = option(
-        "offline",
-        "online needs an account",
-        among=("offline", "online", "disabled"),
-    )
-    project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first")
-    entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY")
-    name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME")
-    group: str | None = option(None, "of runs; null: the sweep's folder, or WANDB_RUN_GROUP")
-    job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE")
-    tags: list[str] = option([], "of the run, for filters")
+    mode: str = option("offline", "online needs an account", among=("offline", "online", "disabled"))
+    project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first", letters=128)
+    entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY", letters=128)
+    name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME", letters=128)
+    group: str | None = option(None, "of runs; null: the sweep's folder, or WANDB_RUN_GROUP", letters=128)
+    job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE", letters=64)
+    tags: list[str] = option([], "of the run, for filters", letters=64)
     notes: str | None = option(None, "a text with the run; null: none, or WANDB_NOTES")
     artifact: bool = option(False, "also record the best checkpoint, as an artifact")
     private: bool = option(True, "record nothing about this machine: host, program path, console, packages")
@@ -353,46 +501,161 @@ class Wandb:
 class Config:
     """One run."""
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    loss: Loss = field(default_factory=Loss)
-    optim: Optim = field(default_factory=Optim)
-    inference: Inference = field(default_factory=Inference)
+    model: Model = field(default_factory=Model, metadata=Facts(fixed=True, plan="keeps", sees=True))
+    data: Data = field(default_factory=Data, metadata=Facts(fixed=True, plan="keeps", same=True))
+    loss: Loss = field(default_factory=Loss, metadata=Facts(fixed=True, plan="keeps"))
+    optim: Optim = field(default_factory=Optim, metadata=Facts(plan="keeps"))
+    inference: Inference = field(default_factory=Inference, metadata=Facts(plan="keeps"))
     cuda: Cuda = field(default_factory=Cuda)
-    wandb: Wandb = field(default_factory=Wandb)
-    amp: bool = option(False, "automatic mixed precision")
+    wandb: Wandb = field(default_factory=Wandb, metadata=Facts(untold=IS_COURSE))
+    amp: bool = option(False, "automatic mixed precision", fixed=True, plan="keeps", sees=True, module=("memory",))
     amp_dtype: str = option(
         "auto",
         "auto: bf16; fp16 on a GPU that emulates bf16",
         among=("auto", "bf16", "fp16"),
+        plan="keeps",
+        sees=True,
+        module=("memory", "plan"),
     )
-    compile: bool = option(False, "torch.compile of the network in training, once memory is measured; takes minutes")
-    channels_last: bool = option(False, "weights and activations: channels of a voxel side by side, for tensor cores")
-    ckpt: Any = option(0, "gradient (activation) checkpointing in at most this many segments, or auto; 0: off")
+    compile: bool = option(
+        False,
+        "torch.compile of the network in training, once memory is measured; takes minutes",
+        switch=True,
+        untold=IS_SPEED,
+    )
+    channels_last: bool = option(
+        False,
+        "weights and activations: channels of a voxel side by side, for tensor cores",
+        fixed=True,
+        plan="keeps",
+        switch=True,
+        untold=IS_SPEED,
+    )
+    ckpt: Any = option(
+        0,
+        "gradient (activation) checkpointing in at most this many segments, or auto; 0: off",
+        plan="keeps",
+        kind="int or auto",
+    )
     recompute: str = option(
         "none",
         "what backward computes again, of any network: lean: little; tiles: what the least memory needs, or nearly; "
         "auto: as little as budget allows",
         among=PLANS,
+        plan="keeps",
+        module=("memory", "plan"),
     )
-    seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
-    deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway")
-    device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
-    steps: int = option(100, "optimizer steps", low=1)
-    batch: int = option(2, "patches per step (with accumulate: per micro-batch)", low=1, high=4096)
-    accumulate: int = option(1, "micro-batches per step", low=1, high=4096)
-    workers: Any = option("auto", "processes that prepare batches; auto: 1, on CUDA by the cores", low=0, high=256)
-    eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
-    save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", low=0)
-    dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
+    seed: int = option(
+        0, "of weights, batches and augmentation", low=0, high=2**32 - 1, fixed=True, plan="keeps", same=True
+    )
+    deterministic: bool = option(
+        False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway", switch=True
+    )
+    device: str = option(
+        "auto",
+        "where to run",
+        among=("auto", "cpu", "cuda"),
+        plan="keeps",
+        module=("memory", "plan"),
+        untold="env.json has the device that was found, which the paragraph names",
+    )
+    steps: int = option(100, "optimizer steps", low=1, plan="keeps", same=True, pace=True)
+    batch: int = option(
+        2,
+        "patches per step (with accumulate: per micro-batch)",
+        low=1,
+        high=4096,
+        fixed=True,
+        plan="keeps",
+        module=("plan",),
+    )
+    accumulate: int = option(1, "micro-batches per step", low=1, high=4096, fixed=True, plan="keeps")
+    workers: Any = option(
+        "auto",
+        "processes that prepare batches; auto: 1, on CUDA by the cores",
+        low=0,
+        high=256,
+        kind="int or auto",
+        untold=IS_SPEED,
+    )
+    eval_every: int = option(
+        50,
+        "steps between validations; 0: only at the end",
+        low=0,
+        plan="keeps",
+        pace=True,
+        untold="scores are those of the last weights",
+    )
+    save_every: int = option(
+        0, "steps between checkpoints, besides those of validations; 0: none", low=0, untold=IS_COURSE
+    )
+    dry_run: bool = option(
+        False, "predict the memory of a step, then stop before the network is built", plan="ignores", untold=IS_COURSE
+    )
     budget: str | None = option(
-        None, "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB"
+        None,
+        "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB",
+        plan="keeps",
+        module=("plan",),
+        untold="what was chosen for it is in the config; the memory of the step is told",
     )
-    rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
-    plan: str | None = option(None, "plan.yaml of `unet3d plan`, whose options count where no other word sets them")
-    init: str | None = option(None, "start from the weights of this checkpoint (of a run, or published)")
-    resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
-    tensorboard: bool = option(False, "also record for TensorBoard, in the run folder; needs the extra tensorboard")
-    loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")
-    sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")
-    requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it")
+    rank_timeout: float = option(
+        600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6, untold=IS_COURSE
+    )
+    plan: str | None = option(
+        None,
+        "plan.yaml of `unet3d plan`, whose options count where no other word sets them",
+        plan="ignores",
+        private=True,
+        untold="its options are in the config",
+    )
+    init: str | None = option(
+        None, "start from the weights of this checkpoint (of a run, or published)", fixed=True, private=True
+    )
+    resume: str | None = option(
+        None,
+        "run folder to continue; auto: that of hydra.run.dir, or a new run there",
+        plan="ignores",
+        private=True,
+        untold=IS_COURSE,
+    )
+    tensorboard: bool = option(
+        False, "also record for TensorBoard, in the run folder; needs the extra tensorboard", untold=IS_COURSE
+    )
+    loggers: list[str] = option(
+        [],
+        "your own, package.module:name, called with the config and the run folder",
+        imports=("config", "folder"),
+        untold=IS_COURSE,
+    )
+    sweep: list[str] | None = option(
+        None,
+        "of an experiment: overrides with several values, one job each, as for -m",
+        plan="ignores",
+        untold=IS_COURSE,
+    )
+    requeue: bool = option(
+        False, "under Slurm: put the job back in the queue once a signal has stopped it", untold=IS_COURSE
+    )
+
+
+NO_FACTS: Mapping[str, Any] = MappingProxyType({})
+
+
+def options(node: Any, prefix: str = "", of_group: Mapping[str, Any] = NO_FACTS) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every option below `node`, in a group with these facts, as (dotted name, value, facts)."""
+    for item in fields(node):
+        value = getattr(node, item.name)
+        facts = {**of_group, **item.metadata}
+        if is_dataclass(value):
+            yield from options(value, f"{prefix}{item.name}.", facts)
+        else:
+            yield f"{prefix}{item.name}", value, facts
+
+
+FACTS = {name: facts for name, _, facts in options(Config())}  # of each option, its range and meaning among them
+
+
+def options_with(fact: str) -> dict[str, Any]:
+    """Return this fact of each option that has it."""
+    return {name: facts[fact] for name, facts in FACTS.items() if facts.get(fact)}

@@ -1,6 +1,6 @@
 """A run as one paragraph for the methods section of a paper: network, data, recipe, versions, peaks by name.
 
-`differences.NO_METHOD` has the options that it does not tell.
+The schema says `untold=` of the options that it does not tell.
 """
 
 from pathlib import Path

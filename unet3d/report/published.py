@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import yaml  # type: ignore[import-untyped]
 
 from unet3d.base.types import Table
+from unet3d.config.schema import options_with
 from unet3d.report.compared_runs import ComparedRun
 from unet3d.report.comparison_plots import PublishedRow
-from unet3d.report.differences import SAME_CONFIG, setting_columns
+from unet3d.report.differences import setting_columns
 from unet3d.training.metrics import mean_of
 
 AFFECTS_SCORES = (  # beginnings of options
@@ -81,7 +82,7 @@ class Published(NamedTuple):
         differences = set()
         for (row, _), same in cells.items():
             for key in setting_columns(same):
-                if key.startswith(AFFECTS_SCORES) and key not in SAME_CONFIG:
+                if key.startswith(AFFECTS_SCORES) and key not in options_with("same"):
                     differences.add((key, row))
         return [
             f"{key}: differs between runs of one cell, {self.rows[row]['name']}" for key, row in sorted(differences)
