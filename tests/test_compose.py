@@ -170,7 +170,7 @@ IDLE = {
     ("data.classes=[a,b]",): ["data.classes=['a', 'b']", "data.format", "dataset.json"],
     ("data.fold=1", "data.val_fraction=0.3"): ["data.val_fraction=0.3", "data.fold", "data.split"],
     (*SEMI, "data.val_fraction=0.5"): ["data.val_fraction=0.5", "data.semi=true"],
-    ("loss=dice", "loss.weights=[1,1,1,1]"): ["loss.weights=[1.0, 1.0, 1.0, 1.0]", "loss=dice"],
+    ("loss=dice", "loss.weights=[1,1,1,1]"): ["loss.weights=[1.0, 1.0, 1.0, 1.0]", "cross-entropy"],
     ("loss=ce", "loss.path=a:b"): ["loss.name=ce", "loss.path"],
     ("inference.mirror=true", "data.augment.mirror=[]"): ["inference.mirror=True", "data.augment.mirror=[]"],
     ("data.scored=[2,2,2]",): ["data.scored=[2, 2, 2]", "data.semi=true"],

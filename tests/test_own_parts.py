@@ -353,9 +353,7 @@ def test_a_loss_added_to_the_package_is_known_to_an_installed_one(tmp_path: Path
     shutil.copytree(ROOT / "unet3d", site / "unet3d", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", site / "unet3d" / "configs")
     with (site / "unet3d" / "training" / "losses.py").open("a") as file:
-        file.write("\n\n@loss\ndef squared(logits, label, options):\n    return (logits**2).mean()\n")
-    schema = site / "unet3d" / "config" / "schema.py"
-    schema.write_text(schema.read_text().replace("LOSSES = (", 'LOSSES = ("squared", '))
+        file.write("\n\n@loss(about='squares')\ndef squared(logits, label, options):\n    return (logits**2).mean()\n")
     empty.mkdir()
     command = [sys.executable, "-c", ALL_ANSWERS, *TINY, *PLAIN, "model.features=[4]", "loss.name=squared"]
     environment = os.environ | {"PYTHONPATH": str(site)}

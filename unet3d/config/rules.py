@@ -15,7 +15,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.config.data_rules import check_data
 from unet3d.config.model_rules import check_model, check_outputs, check_patch
-from unet3d.config.schema import FACTS, GENERATED, Config, Model, options, options_with
+from unet3d.config.schema import FACTS, GENERATED, LOSSES, Config, Model, options, options_with
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
@@ -213,15 +213,16 @@ def check_ranks(config: Config) -> None:
 def _check_weights(config: Config) -> None:
     """Raise UserError for weights of classes that leave nothing to learn."""
     weights = config.loss.weights
-    if weights is None or config.loss.path is not None or config.loss.name == "dice":
+    facts = LOSSES[config.loss.name]
+    if weights is None or config.loss.path is not None or not facts.get("ce"):
         return
     if not all(map(math.isfinite, weights)):
         raise UserError(f"loss.weights={weights}: give finite numbers, one a class")
     learned = [weight for weight in weights if weight > 0]
     if not learned:
-        advice = "use loss=dice, or give weights" if config.loss.name == "dice_ce" else "give weights"
+        advice = "use loss=dice, or give weights" if facts.get("dice") else "give weights"
         raise UserError(f"loss.weights={weights}: no class counts in the cross-entropy; {advice} above 0, or null")
-    if len(learned) == 1 and config.loss.name == "ce":
+    if len(learned) == 1 and not facts.get("dice"):
         problem = "one class alone counts, and is then right everywhere"
         raise UserError(f"loss.weights={weights}: {problem}; give two classes or more a weight above 0")
 

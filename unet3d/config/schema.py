@@ -1,7 +1,9 @@
 """Every option of a run: its type, range and meaning. This is Hydra's schema; rules.py checks several together."""
 
+import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
@@ -9,7 +11,6 @@ from unet3d.base.regions import Regions
 
 PLANS = ("none", "lean", "tiles", "auto")  # of recompute
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
-LOSSES = ("ce", "dice", "dice_ce")  # functions of training/losses.py, which would load torch
 INTENSITIES = ("auto", "zscore", "ct", "none")
 GENERATED = ("phantom", "mni152")  # layouts that are generated where no data.root is given
 UNNAMED = ("folders",)  # layouts whose files name no classes, so that data.classes must
@@ -19,6 +20,20 @@ IS_SPEED = "the same numbers, perhaps rounded otherwise, in other time or memory
 IS_PLACE = "where files lie"
 IS_COURSE = "how the run went along, not what it learned"
 HOLDS_NO_CASE_OUT = "with data.semi=true, which holds no case out"
+
+
+def _known_losses() -> dict[str, dict[str, Any]]:
+    """Return what `@loss(...)` of training/losses.py says of each function, without loading torch."""
+    source = Path(__file__).parents[1] / "training" / "losses.py"
+    known = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        for call in getattr(node, "decorator_list", []):
+            if isinstance(node, ast.FunctionDef) and isinstance(call, ast.Call) and ast.unparse(call.func) == "loss":
+                known[node.name] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    return known
+
+
+LOSSES = _known_losses()
 
 
 class Facts(TypedDict, total=False):
@@ -391,7 +406,7 @@ class Loss:
     name: str = option(
         "dice_ce",
         "cross-entropy, soft Dice, their sum, or another of training/losses.py",
-        among=LOSSES,
+        among=tuple(LOSSES),
         idle={"beside loss.path": lambda c: c.loss.path is not None},
     )
     path: str | None = option(
@@ -404,7 +419,7 @@ class Loss:
         None,
         "one weight per class for the cross-entropy",
         low=0,
-        idle={"for loss=dice": lambda c: c.loss.name == "dice" and c.loss.path is None},
+        idle={"for a loss without cross-entropy": lambda c: c.loss.path is None and not LOSSES[c.loss.name].get("ce")},
     )
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
 
