@@ -93,7 +93,7 @@ def _plan_command(overrides: Sequence[str], options: Sequence[str]) -> list[str]
     for text, word in zip(overrides, compose.parsed(overrides), strict=True):
         name = word.key_or_group
         names.add(name)
-        is_of_data = name == "data" or (name.startswith("data.") and name in options_with("plan"))
+        is_of_data = name == "data" or (name.startswith("data.") and name not in options_with("imports"))
         if is_of_data and name != "data.patch" and name not in changed:
             words.append(text)
     return [f"next: {shlex.join([*words, *options])}"] if "data" in names else []

@@ -156,7 +156,7 @@ def _explain_module(arguments: argparse.Namespace) -> int:
 
 def refuse_for_module(overrides: Sequence[str], command: str) -> None:
     """Raise UserError for an option that this command does not take with --module."""
-    taken = sorted(name for name, commands in options_with("module").items() if command in commands)
+    taken = sorted(options_with(f"module_{command}"))
     for word in overrides:
         if word.partition("=")[0] not in taken:
             raise UserError(f"{word}: with --module only {', '.join(taken)} count")

@@ -13,7 +13,6 @@ from unet3d.base.files import write_text
 from unet3d.base.types import budget_bytes, host_bytes, mib
 from unet3d.cli import lifecycle, plan_network
 from unet3d.config import compose, rules
-from unet3d.config.plan_file import is_settable
 from unet3d.config.schema import FACTS, Config, options_with
 
 SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.model.strides == "auto":
         given.discard("model.strides")
     for name in sorted(given):
-        if not is_settable(name):
+        if name not in options_with("kept"):
             raise UserError(f"{name}: a plan does not keep this; give it to train.py")
     if config.plan is not None:
         raise UserError(f"plan={config.plan}: is made by this command; give it to train.py")
@@ -109,14 +108,13 @@ def _given(composed: compose.Composed) -> set[str]:
     given = {name for name in composed.names_set("plan") if not name.startswith("data.") or name in words}
     if "data" in words:
         given.add("data.format")
-    unkept = {name for name, how in options_with("plan").items() if how != "keeps"}
-    return given - unkept - {"budget"}
+    return given - options_with("read").keys() - options_with("ignored").keys() - {"budget"}
 
 
 def _read_alone(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that count as data are read and that no plan keeps, so that training needs them, too."""
     words = zip(overrides, compose.parsed(overrides), strict=True)
-    return [text for text, word in words if options_with("plan").get(word.key_or_group) == "reads"]
+    return [text for text, word in words if word.key_or_group in options_with("read")]
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

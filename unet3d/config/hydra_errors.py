@@ -11,10 +11,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from unet3d.base.errors import UserError
 from unet3d.config.earlier import INSTEAD
-from unet3d.config.schema import FACTS, LOSSES, Config, options, options_with
+from unet3d.config.schema import FACTS, LOSSES, options_with
 from unet3d.config.words import KINDS, TEXTS
 
-DEFAULTS = {name: value for name, value, _ in options(Config())}
 GROUPS = sorted({name.rpartition(".")[0] for name in FACTS} - {""})  # of options: model, data.augment and so on
 SIMILARITY = 0.7  # of 1: how alike a word and the option that it may mean must be
 # What other trainers call our options.
@@ -113,9 +112,9 @@ def _describe_several(word: str) -> str:
     with_point = point_for_comma(name, value)
     if with_point:
         one = f"the decimal sign is a point: {with_point}"
-    elif kind.startswith("list") or "kind" in FACTS.get(name, {}):
+    elif kind.startswith("list") or name in options_with("kind"):
         one = f"a list has brackets: {shlex.quote(f'{name}=[{value}]')}"
-    elif kind.startswith("str") and not FACTS.get(name, {}).get("among"):
+    elif kind.startswith("str") and name not in options_with("among"):
         one = f"for one text quote it, once for Hydra and once for the shell: {_for_shell(name, value)}"
     else:
         one = "one run takes one"
@@ -155,7 +154,7 @@ def _of_group(group: str, value: str) -> str:
         name for name, choices in options_with("among").items() if name.startswith(f"{group}.") and value in choices
     ]
     if len(named) == 1:
-        return f"; did you mean {named[0]}={value}{' (the default)' if value == DEFAULTS[named[0]] else ''}?"
+        return f"; did you mean {named[0]}={value}{' (the default)' if value == FACTS[named[0]]['default'] else ''}?"
     if group == "wandb" and value in ("false", "null", "none", "off", "no"):
         return "; did you mean wandb.mode=disabled?"
     if group == "optim" and re.fullmatch(r"[\d.]+(e[-+]?\d+)?", value):

@@ -68,13 +68,8 @@ def _refuse_option(place: str, name: str) -> None:
     """Raise UserError for an option that does not exist, or that a plan may not set."""
     if name not in FACTS:
         raise UserError(f"{place}: {name}: no such option{nearest(name)}")
-    if not is_settable(name):
+    if name not in options_with("kept"):
         raise UserError(f"{place}: {name}: a plan does not set this; give it on the command line")
-
-
-def is_settable(name: str) -> bool:
-    """Return whether a plan may set an option. No other file can be named, no code, no account."""
-    return options_with("plan").get(name) == "keeps"
 
 
 def _promise(place: str, values: Any) -> dict[str, Any]:

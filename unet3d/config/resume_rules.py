@@ -10,7 +10,7 @@ from unet3d.base.errors import UserError
 from unet3d.config.compose import Composed, from_plain, load, to_plain
 from unet3d.config.hydra_errors import in_one_line
 from unet3d.config.plain_values import flat
-from unet3d.config.schema import FACTS, Config, options_with
+from unet3d.config.schema import Config, options_with
 
 
 def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[str]:
@@ -27,7 +27,7 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
             continue
         change = f"{name}: {old[name]} -> {new[name]}"
         changes.append(change)
-        if FACTS.get(name, {}).get("fixed"):
+        if name in options_with("fixed"):
             refused.append(change)
     if refused:
         raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")

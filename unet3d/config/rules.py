@@ -62,8 +62,7 @@ def check_options(config: Config) -> None:
 
 def warnings(config: Config) -> list[str]:
     """Return a line for each option that differs from its default and does nothing beside the others."""
-    defaults = {name: value for name, value, _ in options(Config())}
-    given = {name: value for name, value, _ in options(config) if value != defaults[name]}
+    given = {name: value for name, value, _ in options(config) if value != FACTS[name]["default"]}
     counted = replace(config, model=effective_model(config.model))
     lines = {}
     for name, reasons in options_with("idle").items():
@@ -156,7 +155,7 @@ def switched_on(values: Mapping[str, Any]) -> str:
 
     `values` are options by their dotted names.
     """
-    defaults = {name: value for name, value, facts in options(Config()) if facts.get("switch")}
+    defaults = {name: FACTS[name]["default"] for name in options_with("switch")}
     changed = [name for name in defaults if values.get(name, defaults[name]) != defaults[name]]
     return ", ".join(f"{name}={values[name]}".lower() for name in changed)
 

@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
 from unet3d.base.regions import Regions
@@ -16,9 +16,6 @@ GENERATED = ("phantom", "mni152")  # layouts that are generated where no data.ro
 UNNAMED = ("folders",)  # layouts whose files name no classes, so that data.classes must
 
 
-IS_SPEED = "the same numbers, perhaps rounded otherwise, in other time or memory"
-IS_PLACE = "where files lie"
-IS_COURSE = "how the run went along, not what it learned"
 HOLDS_NO_CASE_OUT = "with data.semi=true, which holds no case out"
 
 
@@ -37,31 +34,54 @@ LOSSES = _known_losses()
 
 
 class Facts(TypedDict, total=False):
-    """What else is known of an option. A group's facts are those of its options that do not say otherwise."""
+    """What else is known of an option, besides words."""
 
     kind: str  # the type in words, of a value of several types, which has a rule of its own
     example: str  # of a map
-    ascending: bool  # two numbers: smallest, largest
     letters: int  # at most, of a name that wandb accepts
     idle: Mapping[str, Callable[["Config"], bool]]  # why it does nothing beside the others, and when
     imports: tuple[str, ...]  # names code, which is called with these
-    any_network: bool  # counts beside model.path
-    by_level: bool  # may have an entry for each level
-    module: tuple[str, ...]  # the commands that take it with --module
-    fixed: bool  # a resumed run with another value would be another run
-    plan: str  # a plan "keeps" it; "reads" it as it is made; "ignores" it. Any other is refused: code, accounts
-    pace: bool  # sets the number of steps and validations
-    switch: bool  # changes how long a step takes
-    same: bool  # runs with other values are not comparable: other data, or another length or course of training
-    untold: str  # why it is none of a methods paragraph's business
-    sees: bool  # changes how a network sees images, or what its classes are
     learned: str  # a checkpoint says how "files" are read, what "labels" are, or what goes "with labels"
-    private: bool  # holds a path: it is not published, and not in a private wandb run
+    untold: str  # why it is none of a methods paragraph's business; a word of UNTOLD, or a reason of its own
+
+
+WORDS = {  # that are true of an option, or of a group's options but those with -word
+    "ascending": "two numbers: smallest, largest",
+    "any_network": "counts beside model.path",
+    "by_level": "may have an entry for each level",
+    "module_memory": "`unet3d memory` takes it with --module",
+    "module_plan": "`unet3d plan` takes it with --module",
+    "fixed": "a resumed run with another value would be another run",
+    "kept": "a plan may set it; it may name no file, no code, no account",
+    "read": "counts as a plan is made, and is not kept",
+    "ignored": "may be said as a plan is made, and does nothing",
+    "pace": "sets the number of steps and validations",
+    "switch": "changes how long a step takes",
+    "same": "runs with other values are not comparable: other data, or another length or course of training",
+    "sees": "changes how a network sees images, or what its classes are",
+    "private": "holds a path: it is not published, and not in a private wandb run",
+}
+UNTOLD = {
+    "speed": "the same numbers, perhaps rounded otherwise, in other time or memory",
+    "place": "where files lie",
+    "course": "how the run went along, not what it learned",
+}
+
+
+def facts_of(words: str) -> dict[str, Any]:
+    """Return what words of WORDS and UNTOLD say of an option, or of a group."""
+    facts: dict[str, Any] = {}
+    for word in words.split():
+        name = word.removeprefix("-")
+        assert name in WORDS or name in UNTOLD, name
+        facts |= {"untold": name} if name in UNTOLD else {name: name == word}
+    return facts
 
 
 def option(
     default: Any,
     about: str,
+    words: str = "",
     *,
     low: Any = None,
     high: Any = None,
@@ -69,8 +89,8 @@ def option(
     size: int = 0,
     **facts: Unpack[Facts],
 ) -> Any:
-    """Return a dataclass field: its meaning, inclusive range (of a list's items) or choices, list length, and facts."""
-    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size, **facts}
+    """Return a dataclass field: its meaning, words, inclusive range (of a list's items) or choices, and list length."""
+    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size, **facts_of(words), **facts}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -99,49 +119,46 @@ class Model:
     path: str | None = option(
         None,
         "your own network, package.module:name, called as name(in_channels, classes)",
-        plan="",
-        any_network=True,
+        "-kept any_network",
         imports=("in_channels", "classes"),
     )
     features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", low=1)
-    decoder: list[int] | None = option(
-        None, "channels of each decoder level; null: the encoder's", low=1, by_level=True
-    )
+    decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", "by_level", low=1)
     blocks: list[int] | None = option(
         None,
         "residual blocks of each encoder level, after a stem, and one convolution a decoder level, as in nnU-Net's "
         "ResEnc; null: two convolutions a level",
+        "by_level",
         low=1,
         high=64,
-        by_level=True,
     )
-    in_channels: int | None = option(None, "image channels; null: the data's", low=1, any_network=True)
+    in_channels: int | None = option(None, "image channels; null: the data's", "any_network", low=1)
     classes: int | None = option(
-        None, "classes with background, or regions; null: the data's", low=1, high=32767, any_network=True, same=True
+        None, "classes with background, or regions; null: the data's", "any_network same", low=1, high=32767
     )
     regions: Any = option(
         None,
         "labels of each output, [[1,2,3],[2,3],[3]], where classes overlap; null: the data's",
-        any_network=True,
+        "any_network",
         kind="list or null",
     )
     regions_class_order: list[int] | None = option(
         None,
         "label that each of these regions is drawn as, later ones over earlier ones; null: the data's",
+        "any_network",
         low=1,
         high=65535,
-        any_network=True,
     )
     kernels: Any = option(
         3,
         "kernel size of each level (voxels): 3, [3,3,3], or a list of them; auto: from the first case's spacing",
-        by_level=True,
+        "by_level",
         kind="int, list or auto",
     )
     strides: Any = option(
         2,
         "stride from each level to the next: 2, [2,2,1], or a list of them; auto: from the spacing",
-        by_level=True,
+        "by_level",
         kind="int, list or auto",
     )
     padding: str = option("same", "same: output as large as the input; valid: unpadded", among=("same", "valid"))
@@ -163,7 +180,7 @@ class Model:
     inplace: bool = option(
         False,
         "activation in place (relu, leaky_relu)",
-        untold=IS_SPEED,
+        "speed",
         idle={"for this model.activation": lambda c: c.model.activation not in ("relu", "leaky_relu")},
     )
     downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
@@ -194,24 +211,24 @@ class Augment:
     spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, in one resampling", low=0, high=1)
     rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", low=0, high=180)
     scaling: list[float] = option(
-        [0.7, 1.4], "zoom range; below 1 shrinks the image", low=0.1, high=10, size=2, ascending=True
+        [0.7, 1.4], "zoom range; below 1 shrinks the image", "ascending", low=0.1, high=10, size=2
     )
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
     elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
     mirror: list[int] = option(
-        [0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", low=0, high=2, sees=True
+        [0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", "sees", low=0, high=2
     )
     noise_p: float = option(0.1, "Gaussian noise", low=0, high=1)
     noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
     blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
-    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0, size=2, ascending=True)
+    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", "ascending", low=0, size=2)
     contrast_p: float = option(0.15, "a factor on all intensities", low=0, high=1)
-    contrast: list[float] = option([0.75, 1.25], "range of these factors", low=0, size=2, ascending=True)
+    contrast: list[float] = option([0.75, 1.25], "range of these factors", "ascending", low=0, size=2)
     gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
-    gamma: list[float] = option([0.7, 1.5], "range of its exponent", low=0.1, high=10, size=2, ascending=True)
+    gamma: list[float] = option([0.7, 1.5], "range of its exponent", "ascending", low=0.1, high=10, size=2)
     low_resolution_p: float = option(0.0, "downsampled and back, as if scanned with fewer voxels", low=0, high=1)
     low_resolution: list[float] = option(
-        [0.5, 1.0], "share of the voxels along each axis", low=0.1, high=1, size=2, ascending=True
+        [0.5, 1.0], "share of the voxels along each axis", "ascending", low=0.1, high=1, size=2
     )
 
 
@@ -231,9 +248,9 @@ class Data:
     format: str = option(
         "phantom", "layout on disk", among=("phantom", "mni152", "decathlon", "nnunet", "folders"), learned="files"
     )
-    root: str | None = option(None, "folder of the data set", fixed=False, private=True, untold=IS_PLACE)
-    images: str = option("images", "folders: sub-folder of the images", private=True, untold=IS_PLACE)
-    labels: str = option("labels", "folders: sub-folder of the label maps", private=True, untold=IS_PLACE)
+    root: str | None = option(None, "folder of the data set", "-fixed private place")
+    images: str = option("images", "folders: sub-folder of the images", "private place")
+    labels: str = option("labels", "folders: sub-folder of the label maps", "private place")
     classes: list[str] | None = option(
         None,
         "folders, or with label_map: class names, background first",
@@ -243,7 +260,7 @@ class Data:
     label_map: Any = option(
         None,
         "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored",
-        sees=True,
+        "sees",
         learned="labels",
         kind="map or null",
         example="{1:[1,2],2:4}",
@@ -266,67 +283,52 @@ class Data:
         None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535, learned="files"
     )
     nonfinite: str = option(
-        "error", "NaN and infinite voxels; zero: 0 takes their place", among=("error", "zero"), same=False
+        "error", "NaN and infinite voxels; zero: 0 takes their place", "-same", among=("error", "zero")
     )
     affine: str = option(
         "auto",
         "what places voxels where sform, qform and pixdim disagree; auto: the first that a file has, with a warning",
+        "sees",
         among=("auto", "sform", "qform", "pixdim"),
-        sees=True,
     )
     affine_check: str = option(
         "error",
         "files of a case that lie apart in space: error refuses them, warn pairs them voxel by voxel",
+        "-same",
         among=("error", "warn"),
-        same=False,
     )
     allow_outside: bool = option(
-        False,
-        "read files that dataset.json or links name outside of data.root",
-        same=False,
-        fixed=False,
-        plan="reads",
-        untold=IS_PLACE,
+        False, "read files that dataset.json or links name outside of data.root", "-same -fixed -kept read place"
     )
     cache: str = option(
-        "memory",
-        "what keeps prepared cases; off: nothing",
-        among=("memory", "disk", "off"),
-        same=False,
-        fixed=False,
-        untold=IS_SPEED,
+        "memory", "what keeps prepared cases; off: nothing", "-same -fixed speed", among=("memory", "disk", "off")
     )
     cache_root: str | None = option(
         None,
         "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache",
-        same=False,
-        fixed=False,
-        plan="reads",
-        private=True,
-        untold=IS_PLACE,
+        "-same -fixed -kept read private place",
         idle={"without data.cache=disk": lambda c: c.data.cache != "disk"},
     )
     fingerprint: str = option(
         "sample",
         "what resume compares of each file; full: all bytes",
+        "-same -fixed",
         among=("sample", "full"),
-        same=False,
-        fixed=False,
         untold="how a resumed run compares files",
     )
     patch: list[int] = option(
         [64, 64, 32],
         "patch and window x,y,z (voxels), in RAS: left-right, posterior-anterior, inferior-superior",
+        "sees",
         low=1,
         high=2048,
         size=3,
-        sees=True,
     )
     spacing: list[float] | None = option(
-        None, "resample to this (mm); null: as stored", low=1e-7, high=10_000_000, size=3, sees=True, learned="files"
+        None, "resample to this (mm); null: as stored", "sees", low=1e-7, high=10_000_000, size=3, learned="files"
     )
     intensity: str = option(
-        "auto", "auto: CT channels as ct, others zscore; data=folders: say ct", among=INTENSITIES, same=False
+        "auto", "auto: CT channels as ct, others zscore; data=folders: say ct", "-same", among=INTENSITIES
     )
     val_fraction: float = option(
         0.2,
@@ -343,17 +345,13 @@ class Data:
     split: str | None = option(
         None,
         "JSON file {train: [ids], val: [ids]} instead of both, or a list of such splits: data.fold says which",
-        fixed=False,
-        plan="reads",
-        private=True,
+        "-fixed -kept read private",
     )
     groups: str | None = option(
         None,
         "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: group}, or a "
         "regular expression for that part of a case's name; null: each for itself",
-        fixed=False,
-        plan="reads",
-        private=True,
+        "-fixed -kept read private",
         idle={HOLDS_NO_CASE_OUT: lambda c: c.data.semi},
     )
     sparse: list[int] | None = option(
@@ -378,16 +376,15 @@ class Data:
     )
     sparse_fold: int | None = option(None, "semi: which of these folds is scored; null: the slices of scored", low=0)
     foreground: float = option(
-        0.33, "share of patches centred on a voxel of a random foreground class", low=0, high=1, same=False
+        0.33, "share of patches centred on a voxel of a random foreground class", "-same", low=0, high=1
     )
     transforms: list[str] = option(
         [],
         "your own, package.module:name, applied to training patches after augmentation",
-        same=False,
-        plan="",
+        "-same -kept",
         imports=("image", "label", "rng"),
     )
-    augment: Augment = field(default_factory=Augment, metadata=Facts(same=False))
+    augment: Augment = field(default_factory=Augment, metadata=facts_of("-same"))
     phantom: Phantom = field(default_factory=Phantom)
 
     def __post_init__(self) -> None:
@@ -412,7 +409,7 @@ class Loss:
     path: str | None = option(
         None,
         "your own function, package.module:name, called as name(logits, label, options)",
-        plan="",
+        "-kept",
         imports=("logits", "label", "options"),
     )
     weights: list[float] | None = option(
@@ -428,28 +425,28 @@ class Loss:
 class Optim:
     """Optimizer and learning-rate schedule."""
 
-    name: str = option("adamw", "optimizer", among=("sgd", "adam", "adamw"), fixed=True)
+    name: str = option("adamw", "optimizer", "fixed", among=("sgd", "adam", "adamw"))
     lr: float = option(1e-3, "peak learning rate", low=0, high=100)
-    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", low=0, high=1, fixed=True)
-    momentum: float = option(0.99, "sgd, Nesterov's", low=0, high=0.9999, fixed=True)
-    betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999, size=2, fixed=True)
+    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", "fixed", low=0, high=1)
+    momentum: float = option(0.99, "sgd, Nesterov's", "fixed", low=0, high=0.9999)
+    betas: list[float] = option([0.9, 0.999], "adam, adamw", "fixed", low=0, high=0.999999, size=2)
     schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
-    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100, fixed=True)
+    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", "fixed", low=0, high=100)
     init_names: list[str] | None = option(
         None,
         "what init_lr is for, as [inc,down1]; null: all that init loaded",
-        fixed=True,
+        "fixed",
         idle={"without optim.init_lr": lambda c: c.optim.init_lr == 1},
     )
-    fused: bool = option(False, "one kernel updates all weights; changes rounding", switch=True, untold=IS_SPEED)
+    fused: bool = option(False, "one kernel updates all weights; changes rounding", "switch speed")
     average: float | None = option(
         None,
         "EMA decay; the averaged weights are used for validation and prediction; null: none",
+        "fixed",
         low=0,
         high=0.99999,
-        fixed=True,
     )
 
 
@@ -460,24 +457,24 @@ class Inference:
     overlap: float = option(
         0.5,
         "overlap of neighbouring windows, as a share of the window",
+        "sees",
         low=0,
         high=0.9,
-        sees=True,
         idle={"for model.padding=valid, whose tiles do not overlap": lambda c: c.model.padding == "valid"},
     )
     mirror: bool = option(
         False,
         "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes",
-        sees=True,
+        "sees",
         idle={"with data.augment.mirror=[]": lambda c: not c.data.augment.mirror},
     )
     batch: Any = option(
         "auto",
         "windows per forward pass; auto: on CUDA as many as a micro-batch has patches, else 1",
+        "speed",
         low=1,
         high=4096,
         kind="int or auto",
-        untold=IS_SPEED,
     )
 
 
@@ -486,13 +483,10 @@ class Cuda:
     """How a GPU computes; on the CPU nothing of it counts."""
 
     benchmark: bool = option(
-        False,
-        "cuDNN tries its kernels for each shape, in more memory, and keeps the fastest",
-        switch=True,
-        untold=IS_SPEED,
+        False, "cuDNN tries its kernels for each shape, in more memory, and keeps the fastest", "switch speed"
     )
     tf32: bool = option(
-        True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23", switch=True
+        True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23", "switch"
     )
 
 
@@ -516,161 +510,125 @@ class Wandb:
 class Config:
     """One run."""
 
-    model: Model = field(default_factory=Model, metadata=Facts(fixed=True, plan="keeps", sees=True))
-    data: Data = field(default_factory=Data, metadata=Facts(fixed=True, plan="keeps", same=True))
-    loss: Loss = field(default_factory=Loss, metadata=Facts(fixed=True, plan="keeps"))
-    optim: Optim = field(default_factory=Optim, metadata=Facts(plan="keeps"))
-    inference: Inference = field(default_factory=Inference, metadata=Facts(plan="keeps"))
+    model: Model = field(default_factory=Model, metadata=facts_of("fixed kept sees"))
+    data: Data = field(default_factory=Data, metadata=facts_of("fixed kept same"))
+    loss: Loss = field(default_factory=Loss, metadata=facts_of("fixed kept"))
+    optim: Optim = field(default_factory=Optim, metadata=facts_of("kept"))
+    inference: Inference = field(default_factory=Inference, metadata=facts_of("kept"))
     cuda: Cuda = field(default_factory=Cuda)
-    wandb: Wandb = field(default_factory=Wandb, metadata=Facts(untold=IS_COURSE))
-    amp: bool = option(False, "automatic mixed precision", fixed=True, plan="keeps", sees=True, module=("memory",))
+    wandb: Wandb = field(default_factory=Wandb, metadata=facts_of("course"))
+    amp: bool = option(False, "automatic mixed precision", "fixed kept sees module_memory")
     amp_dtype: str = option(
         "auto",
         "auto: bf16; fp16 on a GPU that emulates bf16",
+        "kept sees module_memory module_plan",
         among=("auto", "bf16", "fp16"),
-        plan="keeps",
-        sees=True,
-        module=("memory", "plan"),
     )
     compile: bool = option(
-        False,
-        "torch.compile of the network in training, once memory is measured; takes minutes",
-        switch=True,
-        untold=IS_SPEED,
+        False, "torch.compile of the network in training, once memory is measured; takes minutes", "switch speed"
     )
     channels_last: bool = option(
-        False,
-        "weights and activations: channels of a voxel side by side, for tensor cores",
-        fixed=True,
-        plan="keeps",
-        switch=True,
-        untold=IS_SPEED,
+        False, "weights and activations: channels of a voxel side by side, for tensor cores", "fixed kept switch speed"
     )
     ckpt: Any = option(
         0,
         "gradient (activation) checkpointing in at most this many segments, or auto; 0: off",
-        plan="keeps",
+        "kept",
         kind="int or auto",
     )
     recompute: str = option(
         "none",
         "what backward computes again, of any network: lean: little; tiles: what the least memory needs, or nearly; "
         "auto: as little as budget allows",
+        "kept module_memory module_plan",
         among=PLANS,
-        plan="keeps",
-        module=("memory", "plan"),
     )
-    seed: int = option(
-        0, "of weights, batches and augmentation", low=0, high=2**32 - 1, fixed=True, plan="keeps", same=True
-    )
-    deterministic: bool = option(
-        False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway", switch=True
-    )
+    seed: int = option(0, "of weights, batches and augmentation", "fixed kept same", low=0, high=2**32 - 1)
+    deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway", "switch")
     device: str = option(
         "auto",
         "where to run",
+        "kept module_memory module_plan",
         among=("auto", "cpu", "cuda"),
-        plan="keeps",
-        module=("memory", "plan"),
         untold="env.json has the device that was found, which the paragraph names",
     )
-    steps: int = option(100, "optimizer steps", low=1, plan="keeps", same=True, pace=True)
+    steps: int = option(100, "optimizer steps", "kept same pace", low=1)
     batch: int = option(
-        2,
-        "patches per step (with accumulate: per micro-batch)",
-        low=1,
-        high=4096,
-        fixed=True,
-        plan="keeps",
-        module=("plan",),
+        2, "patches per step (with accumulate: per micro-batch)", "fixed kept module_plan", low=1, high=4096
     )
-    accumulate: int = option(1, "micro-batches per step", low=1, high=4096, fixed=True, plan="keeps")
+    accumulate: int = option(1, "micro-batches per step", "fixed kept", low=1, high=4096)
     workers: Any = option(
         "auto",
         "processes that prepare batches; auto: 1, on CUDA by the cores",
+        "speed",
         low=0,
         high=256,
         kind="int or auto",
-        untold=IS_SPEED,
     )
     eval_every: int = option(
         50,
         "steps between validations; 0: only at the end",
+        "kept pace",
         low=0,
-        plan="keeps",
-        pace=True,
         untold="scores are those of the last weights",
     )
-    save_every: int = option(
-        0, "steps between checkpoints, besides those of validations; 0: none", low=0, untold=IS_COURSE
-    )
+    save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", "course", low=0)
     dry_run: bool = option(
-        False, "predict the memory of a step, then stop before the network is built", plan="ignores", untold=IS_COURSE
+        False, "predict the memory of a step, then stop before the network is built", "ignored course"
     )
     budget: str | None = option(
         None,
         "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB",
-        plan="keeps",
-        module=("plan",),
+        "kept module_plan",
         untold="what was chosen for it is in the config; the memory of the step is told",
     )
     rank_timeout: float = option(
-        600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6, untold=IS_COURSE
+        600.0, "under torchrun: seconds that a process waits for another", "course", low=1, high=1e6
     )
     plan: str | None = option(
         None,
         "plan.yaml of `unet3d plan`, whose options count where no other word sets them",
-        plan="ignores",
-        private=True,
+        "ignored private",
         untold="its options are in the config",
     )
     init: str | None = option(
-        None, "start from the weights of this checkpoint (of a run, or published)", fixed=True, private=True
+        None, "start from the weights of this checkpoint (of a run, or published)", "fixed private"
     )
     resume: str | None = option(
-        None,
-        "run folder to continue; auto: that of hydra.run.dir, or a new run there",
-        plan="ignores",
-        private=True,
-        untold=IS_COURSE,
+        None, "run folder to continue; auto: that of hydra.run.dir, or a new run there", "ignored private course"
     )
     tensorboard: bool = option(
-        False, "also record for TensorBoard, in the run folder; needs the extra tensorboard", untold=IS_COURSE
+        False, "also record for TensorBoard, in the run folder; needs the extra tensorboard", "course"
     )
     loggers: list[str] = option(
         [],
         "your own, package.module:name, called with the config and the run folder",
+        "course",
         imports=("config", "folder"),
-        untold=IS_COURSE,
     )
     sweep: list[str] | None = option(
-        None,
-        "of an experiment: overrides with several values, one job each, as for -m",
-        plan="ignores",
-        untold=IS_COURSE,
+        None, "of an experiment: overrides with several values, one job each, as for -m", "ignored course"
     )
-    requeue: bool = option(
-        False, "under Slurm: put the job back in the queue once a signal has stopped it", untold=IS_COURSE
-    )
+    requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it", "course")
 
 
-NO_FACTS: Mapping[str, Any] = MappingProxyType({})
-
-
-def options(node: Any, prefix: str = "", of_group: Mapping[str, Any] = NO_FACTS) -> Iterator[tuple[str, Any, Any]]:
+def options(node: Any, prefix: str = "", of_group: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any, Any]]:
     """Yield every option below `node`, in a group with these facts, as (dotted name, value, facts)."""
     for item in fields(node):
         value = getattr(node, item.name)
-        facts = {**of_group, **item.metadata}
+        facts = {**(of_group or {}), **item.metadata}
         if is_dataclass(value):
             yield from options(value, f"{prefix}{item.name}.", facts)
         else:
-            yield f"{prefix}{item.name}", value, facts
+            type_name = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+            yield f"{prefix}{item.name}", value, {"type": type_name, **facts}
 
 
-FACTS = {name: facts for name, _, facts in options(Config())}  # of each option, its range and meaning among them
+# What is known of each option, its default, type, range and meaning among it.
+FACTS: dict[str, dict[str, Any]] = {name: {"default": value, **facts} for name, value, facts in options(Config())}
 
 
-def options_with(fact: str) -> dict[str, Any]:
+@cache
+def options_with(fact: str) -> Mapping[str, Any]:
     """Return this fact of each option that has it."""
     return {name: facts[fact] for name, facts in FACTS.items() if facts.get(fact)}

@@ -3,16 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unet3d.config.schema import IS_SPEED, options_with
+from unet3d.config.schema import options_with
 from unet3d.report.compared_runs import ComparedRun
 
 MOST_NAMES = 6  # of runs with one value: of more, their number
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
-
-
-def not_told(key: str) -> str | None:
-    """Return why an option is none of a methods paragraph's business; None where it is."""
-    return options_with("untold").get(key)
 
 
 def differing(rows: Sequence[ComparedRun]) -> list[str]:
@@ -57,7 +52,8 @@ def _follows(key: str, group: str, rows: Sequence[ComparedRun]) -> bool:
 def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
     """Return the settings that differ without those of no method, where the others tell as many runs apart."""
     keys = setting_columns(rows)
-    kept = [key for key in keys if not_told(key) in (None, IS_SPEED)]
+    untold = options_with("untold")
+    kept = [key for key in keys if untold.get(key) in (None, "speed")]
 
     def kinds(of: Sequence[str]) -> int:
         return len({tuple(row.settings.get(key) for key in of) for row in rows})

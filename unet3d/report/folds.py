@@ -7,7 +7,7 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table
-from unet3d.config.schema import FACTS, IS_COURSE, options_with
+from unet3d.config.schema import FACTS, options_with
 from unet3d.report.case_scores import METRICS, MOST_COLUMNS, shown
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending
 from unet3d.report.shapes import as_number
@@ -93,7 +93,7 @@ def _method(run: ComparedRun, runs: Sequence[ComparedRun]) -> frozenset[tuple[st
 def _shared(run: ComparedRun) -> dict[str, str]:
     """Return the settings in which the folds of one method may not differ."""
     untold = options_with("untold")
-    return {key: value for key, value in run.settings.items() if key != FOLD and untold.get(key) != IS_COURSE}
+    return {key: value for key, value in run.settings.items() if key != FOLD and untold.get(key) != "course"}
 
 
 def _suits(command: Mapping[str, str], run: ComparedRun) -> bool:

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table, mib
-from unet3d.config.schema import IS_PLACE, options_with
+from unet3d.config.schema import options_with
 from unet3d.report.shapes import as_number
 
 TITLE = "Receipt: plan against run (planned minus measured)"
@@ -42,7 +42,7 @@ def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: M
     """
     changed = []
     for name, value in options.items():
-        changes_the_run = name != "budget" and options_with("untold").get(name) != IS_PLACE
+        changes_the_run = name != "budget" and options_with("untold").get(name) != "place"
         if changes_the_run and values.get(name) != value:
             changed.append(name)
     return {**promise, "changed": changed}

@@ -10,7 +10,7 @@ from unet3d.base.errors import UserError, escaped, not_saved
 from unet3d.base.files import write_text
 from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
-from unet3d.config.schema import FACTS, IS_COURSE, Config, Data, options_with
+from unet3d.config.schema import FACTS, Config, Data, options_with
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.components import largest_components
 from unet3d.data.image_files import ImageFiles
@@ -97,7 +97,7 @@ def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, A
         facts = FACTS.get(f"{prefix}{name}")
         if facts is None and isinstance(value, Mapping):
             kept[name] = _without_private(value, f"{prefix}{name}.")
-        elif facts is not None and not facts.get("private") and facts.get("untold") != IS_COURSE:
+        elif facts is not None and not facts.get("private") and facts.get("untold") != "course":
             kept[name] = value
     return kept
 
