@@ -176,7 +176,7 @@ def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, t
     shutil.copytree(place / "run", copy)
     refused = fork(place, f"resume={copy}", "steps=6", NETWORK)
     assert refused.code == 2 and status(copy).startswith("done")
-    assert " ".join(OWN[1:]) in refused.err, "what to write again"
+    assert all(f" {word}" in refused.err for word in OWN[1:]), "what to write again"
     done = fork(place, f"resume={copy}", "steps=6", *OWN)
     assert done.code == 0, done.err
     assert [r["step"] for r in records(copy) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]

@@ -42,7 +42,6 @@ class Facts(TypedDict, total=False):
     idle: Mapping[str, Callable[["Config"], bool]]  # why it does nothing beside the others, and when
     imports: tuple[str, ...]  # names code, which is called with these
     learned: str  # a checkpoint says how "files" are read, what "labels" are, or what goes "with labels"
-    untold: str  # why it is none of a methods paragraph's business; a word of UNTOLD, or a reason of its own
 
 
 WORDS = {  # that are true of an option, or of a group's options but those with -word
@@ -61,10 +60,13 @@ WORDS = {  # that are true of an option, or of a group's options but those with 
     "sees": "changes how a network sees images, or what its classes are",
     "private": "holds a path: it is not published, and not in a private wandb run",
 }
-UNTOLD = {
+UNTOLD = {  # words, too: why an option is none of a methods paragraph's business
     "speed": "the same numbers, perhaps rounded otherwise, in other time or memory",
     "place": "where files lie",
     "course": "how the run went along, not what it learned",
+    "chosen": "what was chosen for it is in the config",
+    "found": "env.json has what was found, which the paragraph names",
+    "last": "scores are those of the last weights",
 }
 
 
@@ -310,11 +312,7 @@ class Data:
         idle={"without data.cache=disk": lambda c: c.data.cache != "disk"},
     )
     fingerprint: str = option(
-        "sample",
-        "what resume compares of each file; full: all bytes",
-        "-same -fixed",
-        among=("sample", "full"),
-        untold="how a resumed run compares files",
+        "sample", "what resume compares of each file; full: all bytes", "-same -fixed course", among=("sample", "full")
     )
     patch: list[int] = option(
         [64, 64, 32],
@@ -545,13 +543,7 @@ class Config:
     )
     seed: int = option(0, "of weights, batches and augmentation", "fixed kept same", low=0, high=2**32 - 1)
     deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway", "switch")
-    device: str = option(
-        "auto",
-        "where to run",
-        "kept module_memory module_plan",
-        among=("auto", "cpu", "cuda"),
-        untold="env.json has the device that was found, which the paragraph names",
-    )
+    device: str = option("auto", "where to run", "kept module_memory module_plan found", among=("auto", "cpu", "cuda"))
     steps: int = option(100, "optimizer steps", "kept same pace", low=1)
     batch: int = option(
         2, "patches per step (with accumulate: per micro-batch)", "fixed kept module_plan", low=1, high=4096
@@ -565,13 +557,7 @@ class Config:
         high=256,
         kind="int or auto",
     )
-    eval_every: int = option(
-        50,
-        "steps between validations; 0: only at the end",
-        "kept pace",
-        low=0,
-        untold="scores are those of the last weights",
-    )
+    eval_every: int = option(50, "steps between validations; 0: only at the end", "kept pace last", low=0)
     save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", "course", low=0)
     dry_run: bool = option(
         False, "predict the memory of a step, then stop before the network is built", "ignored course"
@@ -579,17 +565,13 @@ class Config:
     budget: str | None = option(
         None,
         "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB",
-        "kept module_plan",
-        untold="what was chosen for it is in the config; the memory of the step is told",
+        "kept module_plan chosen",
     )
     rank_timeout: float = option(
         600.0, "under torchrun: seconds that a process waits for another", "course", low=1, high=1e6
     )
     plan: str | None = option(
-        None,
-        "plan.yaml of `unet3d plan`, whose options count where no other word sets them",
-        "ignored private",
-        untold="its options are in the config",
+        None, "plan.yaml of `unet3d plan`, whose options count where no other word sets them", "ignored private chosen"
     )
     init: str | None = option(
         None, "start from the weights of this checkpoint (of a run, or published)", "fixed private"

@@ -110,8 +110,8 @@ def _refuse_different(publication: Publication, first: Publication) -> None:
             different.append(name)
     options = compose.flat(compose.to_plain(publication.networks.config), ".")
     first_options = compose.flat(compose.to_plain(first.networks.config), ".")
-    for name in options:
-        if name in options_with("sees") and options[name] != first_options[name]:
+    for name in options_with("sees"):
+        if options[name] != first_options[name]:
             different.append(name)
     if different:
         paths = f"{publication.networks.path}: differs from {first.networks.path}"
