@@ -228,6 +228,14 @@ def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], 
     assert "\n" not in line and not missing(line, words), line
 
 
+def test_what_a_group_says_is_true_of_its_options_unless_they_say_otherwise() -> None:
+    root = FACTS["data.root"]
+    noise = FACTS["data.augment.noise"]
+    assert noise["fixed"] and not noise["same"] and FACTS["data.fold"]["same"]
+    assert root["same"] and not root["fixed"] and root["untold"] == "place"
+    assert FACTS["wandb.name"]["untold"] == "course"
+
+
 @pytest.mark.parametrize(("override", "words"), WRONG.items(), ids=named)
 @without("unet3d.config.compose.check", nothing, only="batch=0")
 def test_a_wrong_option_is_one_line(override: str, words: list[str]) -> None:

@@ -76,7 +76,8 @@ def facts_of(words: str) -> dict[str, Any]:
     for word in words.split():
         name = word.removeprefix("-")
         assert name in WORDS or name in UNTOLD, name
-        facts |= {"untold": name} if name in UNTOLD else {name: name == word}
+        is_true = name == word
+        facts |= {"untold": name if is_true else ""} if name in UNTOLD else {name: is_true}
     return facts
 
 
