@@ -69,6 +69,11 @@ def yes(*_: object, **__: object) -> bool:
     return True
 
 
+def none(*_: object, **__: object) -> dict[str, object]:
+    """Return an empty dict, in place of a query."""
+    return {}
+
+
 def unchanged(value: object, *_: object, **__: object) -> object:
     """Return the first argument, in place of a function that cleans it."""
     return value

@@ -19,7 +19,7 @@ from unet3d.base import errors, shell
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, options, plan
 from unet3d.cli.process import SafeStream
-from unet3d.config import compose, rules
+from unet3d.config import compose, schema
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
 composed = cache(lambda *words: compose.compose(words))
@@ -51,7 +51,7 @@ def rows(markdown: str) -> list[str]:
 def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
     text = options.as_text()
     shown = " ".join(text.split())
-    for name, _, metadata in rules.options(composed()):
+    for name, _, metadata in schema.options(composed()):
         assert f" {name}=" in shown and " ".join(metadata["about"].split()) in shown, name
     heads = {line.split("=")[0].strip(): line for line in text.splitlines() if re.match(r" +[\w.]+=", line)}
     for name, parts in {
@@ -65,7 +65,7 @@ def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
 def test_the_page_of_options_is_that_of_the_schema(capsys: pytest.CaptureFixture) -> None:
     """A row an option; `tests/bench/docs_outputs.py` compares the page with what is printed."""
     assert face("options") == 0
-    there = sorted(name for name, _, _ in rules.options(composed()))
+    there = sorted(name for name, _, _ in schema.options(composed()))
     for page in ((ROOT / "docs" / "options.md").read_text(), capsys.readouterr().out):
         assert sorted(rows(page)) == there, "write it again: python -m unet3d options > docs/options.md"
 
@@ -93,7 +93,7 @@ def test_the_command_that_resumes_can_be_pasted_whatever_the_folder_is_called(tm
 
 
 def test_the_command_that_resumes_names_the_code_that_no_run_folder_may(killed: Path) -> None:
-    parts = ["model.path=mine:small", "loss.path=mine.losses:l1", "data.transforms=[mine:a,mine:b]", "loggers=[mine:c]"]
+    parts = ["model.path=mine:small", "data.transforms=[mine:a,mine:b]", "loss.path=mine.losses:l1", "loggers=[mine:c]"]
     (killed / "config.yaml").write_text(yaml_of(*LARGE, *parts))
     words = shlex.split(lifecycle.how_to_go_on(killed))
     words = words[words.index(f"resume={killed}") :]

@@ -10,14 +10,14 @@ from typing import Any
 import hydra
 import pytest
 import yaml
-from guards import nothing, without
+from guards import none, nothing, without
 from omegaconf import OmegaConf
 
 from unet3d.base import files
 from unet3d.base.errors import UserError
-from unet3d.config import compose, hydra_errors, idle, resume_rules, rules
+from unet3d.config import compose, hydra_errors, resume_rules, rules
 from unet3d.config.plan_file import read_plan
-from unet3d.config.schema import Config
+from unet3d.config.schema import FACTS, Config
 
 # Words that the one line must hold, as often as they stand here.
 WRONG = {
@@ -165,7 +165,7 @@ IDLE = {
     ("data.classes=[a,b]",): ["data.classes=['a', 'b']", "data.format", "dataset.json"],
     ("data.fold=1", "data.val_fraction=0.3"): ["data.val_fraction=0.3", "data.fold", "data.split"],
     (*SEMI, "data.val_fraction=0.5"): ["data.val_fraction=0.5", "data.semi=true"],
-    ("loss=dice", "loss.weights=[1,1,1,1]"): ["loss.weights=[1.0, 1.0, 1.0, 1.0]", "loss=dice"],
+    ("loss=dice", "loss.weights=[1,1,1,1]"): ["loss.weights=[1.0, 1.0, 1.0, 1.0]", "cross-entropy"],
     ("loss=ce", "loss.path=a:b"): ["loss.name=ce", "loss.path"],
     ("inference.mirror=true", "data.augment.mirror=[]"): ["inference.mirror=True", "data.augment.mirror=[]"],
     ("data.scored=[2,2,2]",): ["data.scored=[2, 2, 2]", "data.semi=true"],
@@ -189,7 +189,7 @@ def missing(text: str, words: Sequence[str]) -> list[str]:
 def read(overrides: Sequence[str]) -> Config:
     """Return the config of these; without Hydra, which takes longer, where all are values of options."""
     words = [override.partition("=") for override in overrides]
-    if not all(name in compose.ABOUT and re.fullmatch(r"\[.*\]|[\w.-]+", value) for name, _, value in words):
+    if not all(name in FACTS and re.fullmatch(r"\[.*\]|[\w.-]+", value) for name, _, value in words):
         return compose.compose(overrides)
     values = OmegaConf.create()
     for name, _, value in words:
@@ -217,10 +217,18 @@ def named(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("overrides", "words"), IDLE.items(), ids=named)
-@without("unet3d.config.idle.IDLE", (), only="data.folds=10")
+@without("unet3d.config.rules.options_with", none, only="data.folds=10")
 def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], words: list[str]) -> None:
-    (line,) = idle.warnings(read(overrides))
+    (line,) = rules.warnings(read(overrides))
     assert "\n" not in line and not missing(line, words), line
+
+
+def test_what_a_group_says_is_true_of_its_options_unless_they_say_otherwise() -> None:
+    root = FACTS["data.root"]
+    noise = FACTS["data.augment.noise"]
+    assert noise["fixed"] and not noise["same"] and FACTS["data.fold"]["same"]
+    assert root["same"] and not root["fixed"] and root["untold"] == "place"
+    assert FACTS["wandb.name"]["untold"] == "course"
 
 
 @pytest.mark.parametrize(("override", "words"), WRONG.items(), ids=named)
@@ -311,7 +319,7 @@ def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
             overrides += [f"loss={next(losses)}", f"optim={next(optimizers)}"]
         config = compose.compose(overrides)
         if group == "experiment":
-            assert idle.warnings(config) == [], f"{name} sets what does nothing"
+            assert rules.warnings(config) == [], f"{name} sets what does nothing"
 
 
 COMPOSE = hydra.compose

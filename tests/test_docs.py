@@ -91,7 +91,7 @@ def test_other_commands_parse(tmp_path: Path) -> None:
         compose_jobs(getattr(arguments, "overrides", []), tmp_path, skips=words[3] == "memory")
 
 
-@pytest.mark.parametrize("group", ["model", "loss", "optim"])
+@pytest.mark.parametrize("group", ["model", "optim"])
 def test_every_choice_is_named(group: str) -> None:
     named = {name.removeprefix(f"{group}=") for name in re.findall(r"`([\w=]+)`", TEXTS["docs/running.md"])}
     assert named >= {*compose.choices(group)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from guards import without
+from guards import none, without
 from training import TINY, Ended, at_step, call, numbers, records, same, send, status, train, weights
 
 from unet3d.base.errors import UserError
@@ -137,7 +137,7 @@ def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
     assert contents(copy) == before and status(copy) == "running\n"
 
 
-@without("unet3d.config.resume_rules.FIXED", ())
+@without("unet3d.config.resume_rules.options_with", none)
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}

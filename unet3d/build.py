@@ -15,7 +15,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.base.regions import Regions
 from unet3d.config import rules
-from unet3d.config.schema import Config, Data, Model
+from unet3d.config.schema import Config, Data, Model, options, options_with
 from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset
 from unet3d.data.grids import target_grid
 from unet3d.data.headers import read_grid
@@ -26,14 +26,6 @@ from unet3d.planning.architecture import levels_of
 from unet3d.training.inference import Predictor
 from unet3d.training.losses import CUDA_CHUNK, LOSSES, LossOptions, SegmentationLoss
 from unet3d.training.policy import PLAIN, MemoryPolicy, Technique, amp_dtype
-
-ARGUMENTS = {  # that the user's own parts are called with
-    "model.path": ("in_channels", "classes"),
-    "--model": ("in_channels", "classes"),
-    "loss.path": ("logits", "label", "options"),
-    "data.transforms": ("image", "label", "rng"),
-    "loggers": ("config", "folder"),
-}
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:
@@ -59,7 +51,7 @@ def import_object(name: str, path: str) -> Callable[..., Any]:
 
 def _refuse_signature(name: str, path: str, part: Callable[..., Any]) -> None:
     """Raise UserError for a part that does not take what it will be called with."""
-    arguments = ARGUMENTS.get(name)
+    arguments = options_with("imports").get({"--model": "model.path"}.get(name, name))
     if arguments is None:
         return
     try:
@@ -76,8 +68,8 @@ def _refuse_signature(name: str, path: str, part: Callable[..., Any]) -> None:
 def import_all(config: Config) -> dict[str, list[Callable[..., Any]]]:
     """Return the user's own parts, by the option that names them. Raises UserError for one that cannot be imported."""
     parts = dict[str, list[Callable[..., Any]]]()
-    for name, value, _ in rules.options(config):
-        if name in rules.IMPORTS:
+    for name, value, facts in options(config):
+        if "imports" in facts:
             paths = value if isinstance(value, list) else [value] if value else []
             parts[name] = [import_object(name, path) for path in paths]
     return parts

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from unet3d.base.errors import UserError, escaped, listed
 from unet3d.cli import lifecycle, options
-from unet3d.config import compose, idle
-from unet3d.config.plan_file import READ_ALONE, is_settable, read_plan
-from unet3d.config.schema import Config
+from unet3d.config import compose, rules
+from unet3d.config.plan_file import read_plan
+from unet3d.config.schema import Config, options_with
 
 
 def config_with_warnings(overrides: Sequence[str]) -> Config:
@@ -19,7 +19,7 @@ def config_with_warnings(overrides: Sequence[str]) -> Config:
 
 def _with_warnings(config: Config) -> Config:
     """Return the config, after a warning for each option that does nothing."""
-    for line in idle.warnings(config):
+    for line in rules.warnings(config):
         lifecycle.print_error(f"warning: {escaped(line)}")
     return config
 
@@ -93,7 +93,7 @@ def _plan_command(overrides: Sequence[str], options: Sequence[str]) -> list[str]
     for text, word in zip(overrides, compose.parsed(overrides), strict=True):
         name = word.key_or_group
         names.add(name)
-        is_of_data = name == "data" or (name.startswith("data.") and (is_settable(name) or name in READ_ALONE))
+        is_of_data = name == "data" or (name.startswith("data.") and name not in options_with("imports"))
         if is_of_data and name != "data.patch" and name not in changed:
             words.append(text)
     return [f"next: {shlex.join([*words, *options])}"] if "data" in names else []

@@ -11,8 +11,8 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.cli.commands import config_with_warnings
 from unet3d.config import compose
+from unet3d.config.schema import options_with
 
-MODULE_OPTIONS = ("amp", "amp_dtype", "device", "recompute")  # of a run's options, those that count for any network
 SHAPE = re.compile(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){2,4}")  # N, C, and one to three lengths
 BELOW = "--below "
 EXAMPLE = "such as '{\"in_channels\": 1}'"
@@ -110,9 +110,8 @@ def _refuse_all(jobs: Sequence[Sequence[str]]) -> None:
 
 def _explain_module(arguments: argparse.Namespace) -> int:
     """Explain or check any network that can be imported. Return the exit code. Raises UserError."""
+    refuse_for_module(arguments.overrides, "memory")
     for word in arguments.overrides:
-        if word.partition("=")[0] not in MODULE_OPTIONS:
-            raise UserError(f"{word}: with --module only amp, amp_dtype, device and recompute count")
         if "auto" in word and word.startswith("recompute="):
             raise UserError(f"{word}: with --module give none, lean or tiles; auto follows a budget, with model.path=")
     if arguments.half or arguments.curves:
@@ -153,6 +152,14 @@ def _explain_module(arguments: argparse.Namespace) -> int:
         depth=arguments.depth,
     )
     return 0
+
+
+def refuse_for_module(overrides: Sequence[str], command: str) -> None:
+    """Raise UserError for an option that this command does not take with --module."""
+    taken = sorted(options_with(f"module_{command}"))
+    for word in overrides:
+        if word.partition("=")[0] not in taken:
+            raise UserError(f"{word}: with --module only {', '.join(taken)} count")
 
 
 def network_keywords(text: str) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Every option with its type, range, default and meaning, from the schema: for --help and docs/options.md."""
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from unet3d.config import compose, rules
+from unet3d.config import compose, rules, schema
 
 USAGE = """python train.py                                           train on phantoms, made once under data/
 python train.py data=nnunet data.root=PATH amp=true       train on a data set of your own
@@ -21,17 +21,6 @@ TITLE = (
 Row = tuple[str, str, str, str, str]  # option, type, allowed values, default, meaning
 
 
-NAMED_TYPES = {  # of options that take several types
-    "ckpt": "int or auto",
-    "batch": "int or auto",
-    "workers": "int or auto",
-    "label_map": "map or null",
-    "regions": "map (model: list) or null",
-    "kernels": "int, list or auto",
-    "strides": "int, list or auto",
-}
-
-
 def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
     """Return the options by group, a row each, with the values of `node` as defaults."""
     title = f"{prefix.rstrip('.') or 'run'}: {type(node).__doc__}"
@@ -42,17 +31,10 @@ def groups(node: Any, prefix: str = "") -> dict[str, list[Row]]:
         if is_dataclass(value):
             tables |= groups(value, f"{prefix}{item.name}.")
             continue
-        row = (prefix + item.name, _type(item), _allowed(item.metadata), plain(value), item.metadata["about"])
-        rows.append(row)
+        facts = schema.FACTS[prefix + item.name]
+        kind = facts.get("kind") or facts["type"].replace(" | None", " or null")
+        rows.append((prefix + item.name, kind, _allowed(facts), plain(value), facts["about"]))
     return tables
-
-
-def _type(item: Field) -> str:
-    """Return the type of an option in words."""
-    if item.type is Any:
-        return NAMED_TYPES[item.name]
-    name = item.type.__name__ if isinstance(item.type, type) else str(item.type)
-    return name.replace(" | None", " or null")
 
 
 def _allowed(metadata: Mapping[str, Any]) -> str:

@@ -13,15 +13,12 @@ from unet3d.base.files import write_text
 from unet3d.base.types import budget_bytes, host_bytes, mib
 from unet3d.cli import lifecycle, plan_network
 from unet3d.config import compose, rules
-from unet3d.config.plan_file import BY_LEVEL, READ_ALONE, is_settable
-from unet3d.config.schema import Config
+from unet3d.config.schema import FACTS, Config, options_with
 
 SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
 SHARE_OF_CARD = 0.9  # of a GPU's
 ANY_PATCH = "data.patch=[1024,1024,1024]"  # until one is planned: any network takes it
 OWN = ("time", "like")  # words that are no options of a run
-OF_ONE = ("model.kernels", "model.strides")  # of which three numbers are for all levels
-NOT_RUN = ("budget", "plan", "dry_run", "resume", "sweep")  # options that say nothing of the run that is planned
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,9 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         given.discard("model.kernels")
     if config.model.strides == "auto":
         given.discard("model.strides")
-    given -= set(READ_ALONE)
     for name in sorted(given):
-        if not is_settable(name):
+        if name not in options_with("kept"):
             raise UserError(f"{name}: a plan does not keep this; give it to train.py")
     if config.plan is not None:
         raise UserError(f"plan={config.plan}: is made by this command; give it to train.py")
@@ -85,11 +81,12 @@ def _config(composed: compose.Composed, given: Collection[str]) -> Config:
     """
     model = composed.options.model
     values: Any = OmegaConf.to_container(model)
-    for name in BY_LEVEL:
+    for name in options_with("by_level"):
         entries = values[name.removeprefix("model.")]
         if name not in given or "model.features" in given or not isinstance(entries, list):
             continue
-        if name not in OF_ONE or not all(isinstance(entry, int) for entry in entries):
+        is_for_all = "kind" in FACTS[name] and all(isinstance(entry, int) for entry in entries)  # three numbers
+        if not is_for_all:
             raise UserError(f"{name}={entries}: has an entry for each level; give model.features, too")
     if model.padding == "valid" and "data.patch" not in given:
         raise UserError("model.padding=valid: a plan chooses patches for model.padding=same; give data.patch=[x,y,z]")
@@ -111,13 +108,13 @@ def _given(composed: compose.Composed) -> set[str]:
     given = {name for name in composed.names_set("plan") if not name.startswith("data.") or name in words}
     if "data" in words:
         given.add("data.format")
-    return given - set(NOT_RUN)
+    return given - options_with("read").keys() - options_with("ignored").keys() - {"budget"}
 
 
 def _read_alone(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that count as data are read and that no plan keeps, so that training needs them, too."""
     words = zip(overrides, compose.parsed(overrides), strict=True)
-    return [text for text, word in words if word.key_or_group in READ_ALONE]
+    return [text for text, word in words if word.key_or_group in options_with("read")]
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

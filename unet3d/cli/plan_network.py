@@ -11,7 +11,7 @@ from typing import NamedTuple
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.cli.commands import config_with_warnings
-from unet3d.cli.memory import network_keywords
+from unet3d.cli.memory import network_keywords, refuse_for_module
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.model.geometry import Triple
@@ -23,7 +23,6 @@ NNUNET_NETWORK = "nnunet_hippocampus"  # the config whose blocks are those of nn
 # What nnU-Net trains with, and the device that its users have; the command line may say otherwise.
 AS_NNUNET = ("optim=sgd", "loss.batch_dice=false", "batch=2")
 ON_CUDA = "device=cuda"
-OF_MODULES = ("amp_dtype", "batch", "budget", "device", "recompute")  # of a run's options, those for any network
 
 
 class Question(NamedTuple):
@@ -124,10 +123,7 @@ def _network_config(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
 
 def _module_config(overrides: Sequence[str]) -> Config:
     """Return the config of a step of any network. Raises UserError."""
-    for word in overrides:
-        name, _, _ = word.partition("=")
-        if name not in OF_MODULES:
-            raise UserError(f"{word}: with --module only {', '.join(OF_MODULES)} count")
+    refuse_for_module(overrides, "plan")
     return config_with_warnings(["batch=2", ON_CUDA, *overrides])
 
 

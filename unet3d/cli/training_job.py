@@ -9,7 +9,7 @@ from unet3d.base import ranks, signals
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
 from unet3d.cli import lifecycle
-from unet3d.config import compose, idle, rules
+from unet3d.config import compose, rules
 from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset
@@ -32,7 +32,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
     """Train in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
     if build.device_type(config) == "cuda":
         rules.refuse_indeterminate(config)
-    for line in idle.warnings(config):
+    for line in rules.warnings(config):
         lifecycle.print_error(f"warning: {line}")
     ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
     with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):

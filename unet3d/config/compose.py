@@ -22,18 +22,17 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
-from unet3d.config.hydra_errors import ABOUT, in_one_line, nearest, point_for_comma, quoted
+from unet3d.config.hydra_errors import in_one_line, nearest, point_for_comma, quoted
 from unet3d.config.plain_values import flat
 from unet3d.config.plan_file import read_plan
 from unet3d.config.rules import check
-from unet3d.config.schema import Config
+from unet3d.config.schema import FACTS, Config, options_with
 from unet3d.config.set_names import files_of, names_set
 from unet3d.config.words import KINDS, as_written, refuse_misread
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
 NEEDED = ("model", "data", "loss", "optim")  # config groups
-MAPS = ("label_map", "regions")  # options of data that are maps
 CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -155,8 +154,8 @@ def apply_plan(composed: Composed) -> None:
 
 def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
     """Raise UserError where a map is another one than the command line's, as Hydra adds to a file's."""
-    for name in MAPS:
-        option = f"data.{name}"
+    for option in options_with("example"):
+        name = option.removeprefix("data.")
         words = [word for word in overrides if f"{_key(word)}.".startswith(f"{option}.")]
         if "data" not in tree or name not in tree.data or not words or "=" not in words[-1]:
             continue
@@ -216,7 +215,7 @@ def load(options: DictConfig, here: bool = True) -> Config:
         values = OmegaConf.to_container(options)
         config = OmegaConf.to_object(options)
     assert isinstance(values, dict)
-    added = flat(values, ".").keys() - ABOUT.keys()  # by `+key=value`, which Hydra allows
+    added = flat(values, ".").keys() - FACTS.keys()  # by `+key=value`, which Hydra allows
     if added:
         raise UserError(f"{min(added)}: no such option{nearest(min(added))}")
     assert isinstance(config, Config)

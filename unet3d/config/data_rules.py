@@ -7,15 +7,9 @@ from unet3d.base.errors import UserError
 from unet3d.config.region_rules import MAX_LABEL, checked_regions, refuse_background, refuse_blank, refuse_hidden
 from unet3d.config.schema import UNNAMED, Data
 
-RANGES = ("scaling", "contrast", "gamma", "blur", "low_resolution")  # options of data.augment: [smallest, largest]
-
 
 def check_data(data: Data) -> None:
     """Raise UserError for the first option that another does not allow."""
-    for name in RANGES:
-        low, high = getattr(data.augment, name)
-        if low > high:
-            raise UserError(f"data.augment.{name}=[{low}, {high}]: give [smallest, largest]")
     if len(set(data.augment.mirror)) != len(data.augment.mirror):
         raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
     _check_fold("fold", data.fold, data.folds)

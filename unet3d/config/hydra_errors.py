@@ -10,14 +10,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from unet3d.base.errors import UserError
-from unet3d.config.rules import UNTYPED, options
-from unet3d.config.schema import LOSSES, Config
+from unet3d.config.schema import FACTS, LOSSES, options_with
 from unet3d.config.words import KINDS, TEXTS
 
-ABOUT = {name: metadata["about"] for name, _, metadata in options(Config())}  # the meaning of each option
-CHOICES = {name: metadata["among"] for name, _, metadata in options(Config()) if metadata["among"]}
-DEFAULTS = {name: value for name, value, _ in options(Config())}
-GROUPS = sorted({name.rpartition(".")[0] for name in ABOUT} - {""})  # of options: model, data.augment and so on
+GROUPS = sorted({name.rpartition(".")[0] for name in FACTS} - {""})  # of options: model, data.augment and so on
 OWN = {  # config groups: what is written for something of the user's own
     "model": "your own network is model.path={}",
     "loss": "your own loss is loss.path={}",
@@ -25,7 +21,6 @@ OWN = {  # config groups: what is written for something of the user's own
     "optim": "an option of it is written as optim.lr=0.01",
     "experiment": "a folder with experiment/NAME.yaml of your own is --config-dir FOLDER",
 }
-MAP_EXAMPLES = {"data.label_map": "{1:[1,2],2:4}", "data.regions": "{whole:[1,2],core:2}"}
 LAUNCHERS = {  # of Hydra: the package that has each
     "joblib": "hydra-joblib-launcher",
     "submitit_local": "hydra-submitit-launcher",
@@ -86,9 +81,9 @@ def _describe_several(word: str) -> str:
     with_point = point_for_comma(name, value)
     if with_point:
         one = f"the decimal sign is a point: {with_point}"
-    elif kind.startswith("list") or name in UNTYPED:
+    elif kind.startswith("list") or name in options_with("kind"):
         one = f"a list has brackets: {shlex.quote(f'{name}=[{value}]')}"
-    elif kind.startswith("str") and name not in CHOICES:
+    elif kind.startswith("str") and name not in options_with("among"):
         one = f"for one text quote it, once for Hydra and once for the shell: {_for_shell(name, value)}"
     else:
         one = "one run takes one"
@@ -105,7 +100,7 @@ def point_for_comma(name: str, value: str) -> str:
 def _describe_type(error: OmegaConfBaseException) -> str:
     """Say which option cannot have a value of this type, and what the option is about."""
     name = error.full_key
-    about = f" ({name}: {ABOUT[name]})" if name in ABOUT else ""
+    about = f" ({name}: {FACTS[name]['about']})" if name in FACTS else ""
     first_line = str(error.msg or error).splitlines()[0]
     if name in GROUPS:
         value = first_line.partition(" value: ")[2] or "null"
@@ -124,9 +119,11 @@ def _describe_type(error: OmegaConfBaseException) -> str:
 
 def _of_group(group: str, value: str) -> str:
     """Return which option of a group a value is for, to be put behind the problem; "" where that is not clear."""
-    named = [name for name, choices in CHOICES.items() if name.startswith(f"{group}.") and value in choices]
+    named = [
+        name for name, choices in options_with("among").items() if name.startswith(f"{group}.") and value in choices
+    ]
     if len(named) == 1:
-        return f"; did you mean {named[0]}={value}{' (the default)' if value == DEFAULTS[named[0]] else ''}?"
+        return f"; did you mean {named[0]}={value}{' (the default)' if value == FACTS[named[0]]['default'] else ''}?"
     if group == "wandb" and value in ("false", "null", "none", "off", "no"):
         return "; did you mean wandb.mode=disabled?"
     if group == "optim" and re.fullmatch(r"[\d.]+(e[-+]?\d+)?", value):
@@ -141,7 +138,7 @@ def _describe_word(word: str, problem: str) -> str:
         advice = ""
         if "/" in key:
             advice = f"; did you mean data.root={key}?"
-        elif key in ABOUT:
+        elif key in FACTS:
             advice = f"; write {key}=VALUE"
         return f"{key}: is no option=value{advice}"
     if value == "~" or value.startswith("~/"):
@@ -154,8 +151,9 @@ def _describe_value(key: str, value: str, problem: str) -> str:
     refusal = f"{key}={value}: Hydra does not understand the value"
     if "Exception" not in problem:
         refusal += f" ({problem})"
-    if value.startswith("{") or key in MAP_EXAMPLES:
-        example = MAP_EXAMPLES.get(key, "{name:1}")
+    example = options_with("example").get(key)
+    if value.startswith("{") or example:
+        example = example or "{name:1}"
         return f"{refusal}; a map has no quotes around its keys, and is quoted for the shell: '{key}={example}'"
     if value.startswith("["):
         example = "a,b" if KINDS.get(key) in TEXTS else "1,2,3"
@@ -223,7 +221,7 @@ def nearest(name: str) -> str:
 def _meant(name: str) -> str:
     """Return the one option with this last word, or the most similar one of its group; "" where there is none."""
     group, dot, word = name.rpartition(".")
-    called = [option for option in (*GROUPS, *ABOUT) if option.rpartition(".")[2] == word]
+    called = [option for option in (*GROUPS, *FACTS) if option.rpartition(".")[2] == word]
     if len(called) == 1:
         return called[0]
     close = difflib.get_close_matches(word, _parts(group), n=1, cutoff=0.7)
@@ -233,7 +231,7 @@ def _meant(name: str) -> str:
 def _parts(group: str) -> list[str]:
     """Return the options and groups in a group, or of the whole config for ""."""
     prefix = f"{group}." if group else ""
-    inside = [option.removeprefix(prefix) for option in ("experiment", *ABOUT) if option.startswith(prefix)]
+    inside = [option.removeprefix(prefix) for option in ("experiment", *FACTS) if option.startswith(prefix)]
     return list(dict.fromkeys(option.partition(".")[0] for option in inside))
 
 

@@ -8,21 +8,12 @@ from typing import Any
 
 from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml
-from unet3d.config.hydra_errors import ABOUT, nearest
+from unet3d.config.hydra_errors import nearest
 from unet3d.config.plain_values import flat
-from unet3d.config.rules import IMPORTS
+from unet3d.config.schema import FACTS, options_with
 from unet3d.config.words import refuse_misread
 
 SECTIONS = ("options", "promise")
-# Options that a plan may set, and groups of them, which end in a dot. No other file can be named, no code, no account.
-SETTABLE = (
-    *("model.", "data.", "loss.", "optim.", "inference."),
-    *("amp", "amp_dtype", "ckpt", "recompute", "channels_last", "device", "budget"),
-    *("steps", "batch", "accumulate", "eval_every", "seed"),
-)
-READ_ALONE = ("data.allow_outside", "data.cache_root", "data.split", "data.groups")  # count as a plan is made
-REFUSED = (*IMPORTS, *READ_ALONE)
-BY_LEVEL = ("model.kernels", "model.strides", "model.decoder", "model.blocks")  # with an entry for each level, perhaps
 PROMISED = {  # what a plan may promise of its run: the type of each
     "device": str,
     "peak_bytes": int,
@@ -49,7 +40,7 @@ class PlanFile:
         left_out = set(given)
         features = self.options.get("model.features")
         if "model.features" in left_out and features and len(features) != len(values["model.features"]):
-            left_out.update(BY_LEVEL)
+            left_out.update(options_with("by_level"))
         return {name: value for name, value in self.options.items() if name not in left_out}
 
 
@@ -75,16 +66,10 @@ def read_plan(path: str) -> PlanFile:
 
 def _refuse_option(place: str, name: str) -> None:
     """Raise UserError for an option that does not exist, or that a plan may not set."""
-    if name not in ABOUT:
+    if name not in FACTS:
         raise UserError(f"{place}: {name}: no such option{nearest(name)}")
-    if not is_settable(name):
+    if name not in options_with("kept"):
         raise UserError(f"{place}: {name}: a plan does not set this; give it on the command line")
-
-
-def is_settable(name: str) -> bool:
-    """Return whether a plan may set an option."""
-    group, dot, _ = name.partition(".")
-    return (name in SETTABLE or group + dot in SETTABLE) and name not in REFUSED
 
 
 def _promise(place: str, values: Any) -> dict[str, Any]:

@@ -10,38 +10,7 @@ from unet3d.base.errors import UserError
 from unet3d.config.compose import Composed, from_plain, load, to_plain
 from unet3d.config.hydra_errors import in_one_line
 from unet3d.config.plain_values import flat
-from unet3d.config.rules import IMPORTS
-from unet3d.config.schema import Config
-
-# Options that a resumed run may not change: it would be another run. One that ends in a dot stands for a whole group.
-FIXED = (
-    "model.",
-    "data.",
-    "loss.",
-    "seed",
-    "batch",
-    "accumulate",
-    "amp",
-    "channels_last",
-    "init",
-    "optim.init_lr",
-    "optim.init_names",
-    "optim.name",
-    "optim.average",
-    "optim.weight_decay",
-    "optim.momentum",
-    "optim.betas",
-)
-# Exceptions to FIXED: they say where data lie or how they are kept, and files are compared by hash.
-FREE = (
-    "data.root",
-    "data.split",
-    "data.groups",
-    "data.cache",
-    "data.cache_root",
-    "data.allow_outside",
-    "data.fingerprint",
-)
+from unet3d.config.schema import Config, options_with
 
 
 def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[str]:
@@ -58,17 +27,11 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
             continue
         change = f"{name}: {old[name]} -> {new[name]}"
         changes.append(change)
-        if _is_fixed(name):
+        if name in options_with("fixed"):
             refused.append(change)
     if refused:
         raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")
     return changes
-
-
-def _is_fixed(name: str) -> bool:
-    """Return whether an option, or the group that it is in, is FIXED."""
-    group, dot, _ = name.partition(".")
-    return (name in FIXED or group + dot in FIXED) and name not in FREE
 
 
 def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Config:
@@ -104,7 +67,7 @@ def _flat(options: DictConfig) -> dict[str, Any]:
 
 def _refuse_foreign_code(now: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     """Raise UserError for code that the run's file names and the command line does not."""
-    foreign = [f"{name}={now[name]}" for name in IMPORTS if now[name] and now[name] != asked[name]]
+    foreign = [f"{name}={now[name]}" for name in options_with("imports") if now[name] and now[name] != asked[name]]
     if foreign:
         words = " ".join(foreign).replace(", ", ",").replace("'", "")
         raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")

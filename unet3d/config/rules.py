@@ -4,8 +4,8 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,11 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.config.data_rules import check_classes_of_new_run, check_data
 from unet3d.config.model_rules import check_model, check_outputs, check_patch
-from unet3d.config.schema import GENERATED, Config, Model
+from unet3d.config.schema import FACTS, GENERATED, LOSSES, Config, Model, options, options_with
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
-IMPORTS = ("model.path", "loss.path", "data.transforms", "loggers")  # options that name code to import
-UNTYPED = (  # have rules of their own
-    *("model.kernels", "model.strides", "model.regions"),
-    *("ckpt", "data.label_map", "data.regions"),
-)
-SWITCHES = ("cuda.benchmark", "cuda.tf32", "deterministic", "compile", "channels_last", "optim.fused")
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
-LETTERS = {"project": 128, "entity": 128, "name": 128, "group": 128, "job_type": 64, "tags": 64}  # that wandb accepts
 WANDB_VARIABLES = {"WANDB_PROJECT": "project", "WANDB_NAME": "name", "WANDB_RUN_GROUP": "group"}
 WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")  # of the variable
 
@@ -63,8 +56,27 @@ def check(config: Config, here: bool = True) -> None:
 
 def check_options(config: Config) -> None:
     """Raise UserError for the first option out of its range."""
-    for name, value, metadata in options(config):
-        _check_range(name, value, metadata)
+    for name, value, facts in options(config):
+        _check_range(name, value, facts)
+        if facts.get("ascending") and value[0] > value[1]:
+            raise UserError(f"{name}={value}: give [smallest, largest]")
+
+
+def warnings(config: Config) -> list[str]:
+    """Return a line for each option that differs from its default and does nothing beside the others."""
+    given = {name: value for name, value, _ in options(config) if value != FACTS[name]["default"]}
+    counted = replace(config, model=effective_model(config.model))
+    lines = {}
+    for name, reasons in options_with("idle").items():
+        for reason, is_idle in reasons.items():
+            if name in given and is_idle(counted):
+                lines[name] = f"{name}={given[name]} does nothing {reason}"
+    of_any_network = options_with("any_network")
+    of_the_unet = [name for name in given if name.startswith("model.") and name not in of_any_network]
+    if config.model.path and of_the_unet:
+        names = ", ".join(of_the_unet)
+        lines["model"] = f"{names}: does nothing beside model.path, which is called with channels and classes"
+    return list(lines.values())
 
 
 def _check_place(config: Config) -> None:
@@ -95,11 +107,12 @@ def _here(path: str) -> str:
 
 def _check_wandb(config: Config) -> None:
     """Raise UserError for a name that wandb refuses, at the start of a run or as it is uploaded."""
-    for name in LETTERS:
+    for option in options_with("letters"):
+        name = option.removeprefix("wandb.")
         value = getattr(config.wandb, name)
         for word in value if isinstance(value, list) else [value]:
             if word is not None:
-                _check_name_for_wandb(f"wandb.{name}", name, word)
+                _check_name_for_wandb(option, name, word)
     mode = os.environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE={mode}: use one of {', '.join(WANDB_MODES[:3])}, or unset it")
@@ -111,7 +124,7 @@ def _check_wandb(config: Config) -> None:
 
 def _check_name_for_wandb(place: str, name: str, word: str) -> None:
     """Raise UserError for a word, given at `place`, that cannot be this name of a run in wandb."""
-    most = LETTERS[name]
+    most = FACTS[f"wandb.{name}"]["letters"]
     found = [sign for sign in "/\\#?%:" if sign in word]
     if not word.strip():
         raise UserError(f"{place}={word}: is empty; give 1 to {most} letters, or leave it out")
@@ -125,29 +138,13 @@ def effective_model(model: Model) -> Model:
     """Return the options that count: of a network of the user's own, channels and outputs alone; it has no levels."""
     if model.path is None:
         return model
-    return Model(
-        path=model.path,
-        in_channels=model.in_channels,
-        classes=model.classes,
-        regions=model.regions,
-        regions_class_order=model.regions_class_order,
-        features=[],
-    )
+    names = [option.removeprefix("model.") for option in options_with("any_network")]
+    return Model(features=[], **{name: getattr(model, name) for name in names})
 
 
 def stages(model: Model) -> int:
     """Return the number of stages of the U-Net, the units of checkpointing: inc, downs, ups, outc."""
     return 2 * len(model.features)
-
-
-def options(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield every option below `node` as (dotted name, value, metadata)."""
-    for item in fields(node):
-        value = getattr(node, item.name)
-        if is_dataclass(value):
-            yield from options(value, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}", value, item.metadata
 
 
 def switches_of(config: Config) -> str:
@@ -160,31 +157,31 @@ def switched_on(values: Mapping[str, Any]) -> str:
 
     `values` are options by their dotted names.
     """
-    defaults = {name: value for name, value, _ in options(Config()) if name in SWITCHES}
-    changed = [name for name in SWITCHES if values.get(name, defaults[name]) != defaults[name]]
+    defaults = {name: FACTS[name]["default"] for name in options_with("switch")}
+    changed = [name for name in defaults if values.get(name, defaults[name]) != defaults[name]]
     return ", ".join(f"{name}={values[name]}".lower() for name in changed)
 
 
-def _check_range(name: str, value: Any, metadata: Any) -> None:
+def _check_range(name: str, value: Any, facts: Any) -> None:
     """Raise UserError for a value, or an item of a list, out of the range of its option."""
-    about = metadata["about"]
-    among = metadata["among"]
+    about = facts["about"]
+    among = facts["among"]
     if among and value not in among:
         close = difflib.get_close_matches(str(value), among, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"{name}={value}: use one of {', '.join(among)}{meant}")
-    if metadata["size"] and value is not None and len(value) != metadata["size"]:
-        comma = "; the decimal sign is a point" if len(value) == 2 * metadata["size"] else ""
-        raise UserError(f"{name}={value}: give {SIZES[metadata['size']]}{comma} ({about})")
+    if facts["size"] and value is not None and len(value) != facts["size"]:
+        comma = "; the decimal sign is a point" if len(value) == 2 * facts["size"] else ""
+        raise UserError(f"{name}={value}: give {SIZES[facts['size']]}{comma} ({about})")
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, dict | list) and name not in UNTYPED:  # OmegaConf lets them into lists of numbers
+        if isinstance(item, dict | list) and "kind" not in facts:  # OmegaConf lets them into lists of numbers
             raise UserError(f"{name}={value}: give numbers or words, nothing nested ({about})")
-        if name in IMPORTS and isinstance(item, str) and not IMPORT_PATH.fullmatch(item):
+        if "imports" in facts and isinstance(item, str) and not IMPORT_PATH.fullmatch(item):
             raise UserError(f"{name}={item}: give package.module:name, as in {name}=mypkg.parts:mine")
-        if isinstance(item, int) and metadata["high"] is None and abs(item) > LARGEST_NUMBER:
+        if isinstance(item, int) and facts["high"] is None and abs(item) > LARGEST_NUMBER:
             raise UserError(f"{name}={str(value)[:60]}: must be at most {LARGEST_NUMBER:,} ({about})")
-        if isinstance(item, int | float) and not _is_within(item, metadata["low"], metadata["high"]):
-            raise UserError(f"{name}={value}: must be {bounds(metadata)} ({about})")
+        if isinstance(item, int | float) and not _is_within(item, facts["low"], facts["high"]):
+            raise UserError(f"{name}={value}: must be {bounds(facts)} ({about})")
 
 
 def _is_within(number: float, low: float | None, high: float | None) -> bool:
@@ -217,15 +214,16 @@ def check_ranks(config: Config) -> None:
 def _check_weights(config: Config) -> None:
     """Raise UserError for weights of classes that leave nothing to learn."""
     weights = config.loss.weights
-    if weights is None or config.loss.path is not None or config.loss.name == "dice":
+    facts = LOSSES[config.loss.name]
+    if weights is None or config.loss.path is not None or not facts.get("ce"):
         return
     if not all(map(math.isfinite, weights)):
         raise UserError(f"loss.weights={weights}: give finite numbers, one a class")
     learned = [weight for weight in weights if weight > 0]
     if not learned:
-        advice = "use loss=dice, or give weights" if config.loss.name == "dice_ce" else "give weights"
+        advice = "use loss=dice, or give weights" if facts.get("dice") else "give weights"
         raise UserError(f"loss.weights={weights}: no class counts in the cross-entropy; {advice} above 0, or null")
-    if len(learned) == 1 and config.loss.name == "ce":
+    if len(learned) == 1 and not facts.get("dice"):
         problem = "one class alone counts, and is then right everywhere"
         raise UserError(f"loss.weights={weights}: {problem}; give two classes or more a weight above 0")
 

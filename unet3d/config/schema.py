@@ -1,25 +1,112 @@
 """Every option of a run: its type, range and meaning. This is Hydra's schema; rules.py checks several together."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 from unet3d.base.regions import Regions
 
 PLANS = ("none", "lean", "tiles", "auto")  # of recompute
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
-LOSSES = ("ce", "dice", "dice_ce")  # functions of training/losses.py, which would load torch
 INTENSITIES = ("auto", "zscore", "ct", "none")
 GENERATED = ("phantom", "mni152")  # layouts that are generated where no data.root is given
 UNNAMED = ("folders",)  # layouts whose files name no classes, so that data.classes must
 
 
-def option(default: Any, about: str, *, low: Any = None, high: Any = None, among: tuple = (), size: int = 0) -> Any:
-    """Return a dataclass field with its meaning, inclusive range (of a list's items) or choices, and list length."""
-    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size}
+HOLDS_NO_CASE_OUT = "with data.semi=true, which holds no case out"
+
+
+def _known_losses() -> dict[str, dict[str, Any]]:
+    """Return what `@loss(...)` of training/losses.py says of each function, without loading torch."""
+    source = Path(__file__).parents[1] / "training" / "losses.py"
+    known = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        for call in getattr(node, "decorator_list", []):
+            if isinstance(node, ast.FunctionDef) and isinstance(call, ast.Call) and ast.unparse(call.func) == "loss":
+                known[node.name] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    return known
+
+
+LOSSES = _known_losses()
+
+
+class Facts(TypedDict, total=False):
+    """What else is known of an option, besides words."""
+
+    kind: str  # the type in words, of a value of several types, which has a rule of its own
+    example: str  # of a map
+    letters: int  # at most, of a name that wandb accepts
+    idle: Mapping[str, Callable[["Config"], bool]]  # why it does nothing beside the others, and when
+    imports: tuple[str, ...]  # names code, which is called with these
+    learned: str  # a checkpoint says how "files" are read, what "labels" are, or what goes "with labels"
+
+
+WORDS = {  # that are true of an option, or of a group's options but those with -word
+    "ascending": "two numbers: smallest, largest",
+    "any_network": "counts beside model.path",
+    "by_level": "may have an entry for each level",
+    "module_memory": "`unet3d memory` takes it with --module",
+    "module_plan": "`unet3d plan` takes it with --module",
+    "fixed": "a resumed run with another value would be another run",
+    "kept": "a plan may set it; it may name no file, no code, no account",
+    "read": "counts as a plan is made, and is not kept",
+    "ignored": "may be said as a plan is made, and does nothing",
+    "pace": "sets the number of steps and validations",
+    "switch": "changes how long a step takes",
+    "same": "runs with other values are not comparable: other data, or another length or course of training",
+    "sees": "changes how a network sees images, or what its classes are",
+    "private": "holds a path: it is not published, and not in a private wandb run",
+}
+UNTOLD = {  # words, too: why an option is none of a methods paragraph's business
+    "speed": "the same numbers, perhaps rounded otherwise, in other time or memory",
+    "place": "where files lie",
+    "course": "how the run went along, not what it learned",
+    "chosen": "what was chosen for it is in the config",
+    "found": "env.json has what was found, which the paragraph names",
+    "last": "scores are those of the last weights",
+}
+
+
+def facts_of(words: str) -> dict[str, Any]:
+    """Return what words of WORDS and UNTOLD say of an option, or of a group."""
+    facts: dict[str, Any] = {}
+    for word in words.split():
+        name = word.removeprefix("-")
+        assert name in WORDS or name in UNTOLD, name
+        is_true = name == word
+        facts |= {"untold": name if is_true else ""} if name in UNTOLD else {name: is_true}
+    return facts
+
+
+def option(
+    default: Any,
+    about: str,
+    words: str = "",
+    *,
+    low: Any = None,
+    high: Any = None,
+    among: tuple = (),
+    size: int = 0,
+    **facts: Unpack[Facts],
+) -> Any:
+    """Return a dataclass field: its meaning, words, inclusive range (of a list's items) or choices, and list length."""
+    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size, **facts_of(words), **facts}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def _has_no_fold(config: "Config") -> bool:
+    """Return whether neither the run nor a sweep of it names a fold."""
+    return config.data.fold is None and not any("data.fold=" in word for word in config.sweep or [])
+
+
+def _has_class_names(config: "Config") -> bool:
+    """Return whether the data set's file names the classes."""
+    return config.data.format not in UNNAMED and config.data.label_map is None
 
 
 def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -32,36 +119,52 @@ def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
 class Model:
     """The U-Net. Lists run from the shallowest level (full resolution) to the deepest."""
 
-    path: str | None = option(None, "your own network, package.module:name, called as name(in_channels, classes)")
+    path: str | None = option(
+        None,
+        "your own network, package.module:name, called as name(in_channels, classes)",
+        "-kept any_network",
+        imports=("in_channels", "classes"),
+    )
     features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", low=1)
-    decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", low=1)
+    decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", "by_level", low=1)
     blocks: list[int] | None = option(
         None,
         "residual blocks of each encoder level, after a stem, and one convolution a decoder level, as in nnU-Net's "
         "ResEnc; null: two convolutions a level",
+        "by_level",
         low=1,
         high=64,
     )
-    in_channels: int | None = option(None, "image channels; null: the data's", low=1)
-    classes: int | None = option(None, "classes with background, or regions; null: the data's", low=1, high=32767)
-    regions: Any = option(None, "labels of each output, [[1,2,3],[2,3],[3]], where classes overlap; null: the data's")
+    in_channels: int | None = option(None, "image channels; null: the data's", "any_network", low=1)
+    classes: int | None = option(
+        None, "classes with background, or regions; null: the data's", "any_network same", low=1, high=32767
+    )
+    regions: Any = option(
+        None,
+        "labels of each output, [[1,2,3],[2,3],[3]], where classes overlap; null: the data's",
+        "any_network",
+        kind="list or null",
+    )
     regions_class_order: list[int] | None = option(
         None,
         "label that each of these regions is drawn as, later ones over earlier ones; null: the data's",
+        "any_network",
         low=1,
         high=65535,
     )
     kernels: Any = option(
-        3, "kernel size of each level (voxels): 3, [3,3,3], or a list of them; auto: from the first case's spacing"
+        3,
+        "kernel size of each level (voxels): 3, [3,3,3], or a list of them; auto: from the first case's spacing",
+        "by_level",
+        kind="int, list or auto",
     )
     strides: Any = option(
-        2, "stride from each level to the next: 2, [2,2,1], or a list of them; auto: from the spacing"
+        2,
+        "stride from each level to the next: 2, [2,2,1], or a list of them; auto: from the spacing",
+        "by_level",
+        kind="int, list or auto",
     )
-    padding: str = option(
-        "same",
-        "same: output as large as the input; valid: unpadded",
-        among=("same", "valid"),
-    )
+    padding: str = option("same", "same: output as large as the input; valid: unpadded", among=("same", "valid"))
     conv_bias: bool = option(True, "bias in the convolutions of the blocks")
     widen: str = option(
         "first",
@@ -75,26 +178,23 @@ class Model:
     )
     norm_affine: bool = option(True, "learned scale and shift in the normalisation")
     groups: int = option(8, "groups of norm=group", low=1)
-    activation: str = option(
-        "relu",
-        "swish: x*sigmoid(x); swish_lean: keeps only x for backward",
-        among=ACTIVATIONS,
-    )
+    activation: str = option("relu", "swish: x*sigmoid(x); swish_lean: keeps only x for backward", among=ACTIVATIONS)
     negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
-    inplace: bool = option(False, "activation in place (relu, leaky_relu)")
-    downsampling: str = option(
-        "max_pool",
-        "between levels",
-        among=("max_pool", "strided_conv"),
+    inplace: bool = option(
+        False,
+        "activation in place (relu, leaky_relu)",
+        "speed",
+        idle={"for this model.activation": lambda c: c.model.activation not in ("relu", "leaky_relu")},
     )
-    upsampling: str = option(
-        "transposed",
-        "between levels",
-        among=("transposed", "trilinear", "nearest"),
-    )
+    downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
+    upsampling: str = option("transposed", "between levels", among=("transposed", "trilinear", "nearest"))
     up_reduce: bool = option(True, "reduce channels to the skip's while upsampling (1x1x1 convolution if interpolated)")
     up_bias: bool = option(True, "bias of the upsampling convolution")
-    residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
+    residual: bool = option(
+        False,
+        "blocks add their input (1x1x1 projection where channels or stride change)",
+        idle={"beside model.blocks, which are residual": lambda c: c.model.blocks is not None},
+    )
     dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", low=0, high=0.95)
     deep_supervision: bool = option(False, "a head and a loss at every decoder level")
 
@@ -114,36 +214,24 @@ class Augment:
     spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, in one resampling", low=0, high=1)
     rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", low=0, high=180)
     scaling: list[float] = option(
-        [0.7, 1.4],
-        "zoom range; below 1 shrinks the image",
-        low=0.1,
-        high=10,
-        size=2,
+        [0.7, 1.4], "zoom range; below 1 shrinks the image", "ascending", low=0.1, high=10, size=2
     )
     elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
     elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
-    mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", low=0, high=2)
+    mirror: list[int] = option(
+        [0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", "sees", low=0, high=2
+    )
     noise_p: float = option(0.1, "Gaussian noise", low=0, high=1)
     noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
     blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
-    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", low=0, size=2)
+    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", "ascending", low=0, size=2)
     contrast_p: float = option(0.15, "a factor on all intensities", low=0, high=1)
-    contrast: list[float] = option([0.75, 1.25], "range of these factors", low=0, size=2)
+    contrast: list[float] = option([0.75, 1.25], "range of these factors", "ascending", low=0, size=2)
     gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
-    gamma: list[float] = option(
-        [0.7, 1.5],
-        "range of its exponent",
-        low=0.1,
-        high=10,
-        size=2,
-    )
+    gamma: list[float] = option([0.7, 1.5], "range of its exponent", "ascending", low=0.1, high=10, size=2)
     low_resolution_p: float = option(0.0, "downsampled and back, as if scanned with fewer voxels", low=0, high=1)
     low_resolution: list[float] = option(
-        [0.5, 1.0],
-        "share of the voxels along each axis",
-        low=0.1,
-        high=1,
-        size=2,
+        [0.5, 1.0], "share of the voxels along each axis", "ascending", low=0.1, high=1, size=2
     )
 
 
@@ -152,13 +240,7 @@ class Phantom:
     """The embedded data set, generated once under data/."""
 
     cases: int = option(16, "volumes generated", low=2, high=1000)
-    shape: list[int] = option(
-        [64, 64, 32],
-        "voxels along x, y, z",
-        low=16,
-        high=512,
-        size=3,
-    )
+    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", low=16, high=512, size=3)
     seed: int = option(0, "same seed, same bytes", low=0)
 
 
@@ -167,87 +249,112 @@ class Data:
     """The data set, its split, and how patches are cut."""
 
     format: str = option(
-        "phantom",
-        "layout on disk",
-        among=("phantom", "mni152", "decathlon", "nnunet", "folders"),
+        "phantom", "layout on disk", among=("phantom", "mni152", "decathlon", "nnunet", "folders"), learned="files"
     )
-    root: str | None = option(None, "folder of the data set")
-    images: str = option("images", "folders: sub-folder of the images")
-    labels: str = option("labels", "folders: sub-folder of the label maps")
-    classes: list[str] | None = option(None, "folders, or with label_map: class names, background first")
-    label_map: Any = option(None, "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored")
+    root: str | None = option(None, "folder of the data set", "-fixed private place")
+    images: str = option("images", "folders: sub-folder of the images", "private place")
+    labels: str = option("labels", "folders: sub-folder of the label maps", "private place")
+    classes: list[str] | None = option(
+        None,
+        "folders, or with label_map: class names, background first",
+        learned="labels",
+        idle={"for this data.format: dataset.json names the classes": _has_class_names},
+    )
+    label_map: Any = option(
+        None,
+        "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored",
+        "sees",
+        learned="labels",
+        kind="map or null",
+        example="{1:[1,2],2:4}",
+    )
     regions: Any = option(
-        None, "classes that overlap: name and labels, as {whole: [1,2], core: 2}; null: none, or dataset.json's"
+        None,
+        "classes that overlap: name and labels, as {whole: [1,2], core: 2}; null: none, or dataset.json's",
+        learned="labels",
+        kind="map or null",
+        example="{whole:[1,2],core:2}",
     )
     regions_class_order: list[int] | None = option(
         None,
         "with regions: label that each is drawn as, later ones over earlier ones",
         low=1,
         high=65535,
+        learned="with labels",
     )
-    ignore: int | None = option(None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535)
+    ignore: int | None = option(
+        None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535, learned="files"
+    )
     nonfinite: str = option(
-        "error",
-        "NaN and infinite voxels; zero: 0 takes their place",
-        among=("error", "zero"),
+        "error", "NaN and infinite voxels; zero: 0 takes their place", "-same", among=("error", "zero")
     )
     affine: str = option(
         "auto",
         "what places voxels where sform, qform and pixdim disagree; auto: the first that a file has, with a warning",
+        "sees",
         among=("auto", "sform", "qform", "pixdim"),
     )
     affine_check: str = option(
         "error",
         "files of a case that lie apart in space: error refuses them, warn pairs them voxel by voxel",
+        "-same",
         among=("error", "warn"),
     )
-    allow_outside: bool = option(False, "read files that dataset.json or links name outside of data.root")
-    cache: str = option(
-        "memory",
-        "what keeps prepared cases; off: nothing",
-        among=("memory", "disk", "off"),
+    allow_outside: bool = option(
+        False, "read files that dataset.json or links name outside of data.root", "-same -fixed -kept read place"
     )
-    cache_root: str | None = option(None, "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache")
+    cache: str = option(
+        "memory", "what keeps prepared cases; off: nothing", "-same -fixed speed", among=("memory", "disk", "off")
+    )
+    cache_root: str | None = option(
+        None,
+        "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache",
+        "-same -fixed -kept read private place",
+        idle={"without data.cache=disk": lambda c: c.data.cache != "disk"},
+    )
     fingerprint: str = option(
-        "sample",
-        "what resume compares of each file; full: all bytes",
-        among=("sample", "full"),
+        "sample", "what resume compares of each file; full: all bytes", "-same -fixed course", among=("sample", "full")
     )
     patch: list[int] = option(
         [64, 64, 32],
         "patch and window x,y,z (voxels), in RAS: left-right, posterior-anterior, inferior-superior",
+        "sees",
         low=1,
         high=2048,
         size=3,
     )
     spacing: list[float] | None = option(
-        None,
-        "resample to this (mm); null: as stored",
-        low=1e-7,
-        high=10_000_000,
-        size=3,
+        None, "resample to this (mm); null: as stored", "sees", low=1e-7, high=10_000_000, size=3, learned="files"
     )
     intensity: str = option(
-        "auto",
-        "auto: CT channels as ct, others zscore; data=folders: say ct",
-        among=INTENSITIES,
+        "auto", "auto: CT channels as ct, others zscore; data=folders: say ct", "-same", among=INTENSITIES
     )
-    val_fraction: float = option(0.2, "share of the cases held out", low=0.01, high=0.9)
-    folds: int = option(5, "folds of the cross-validation", low=2, high=100)
+    val_fraction: float = option(
+        0.2,
+        "share of the cases held out",
+        low=0.01,
+        high=0.9,
+        idle={
+            "beside data.fold or data.split": lambda c: c.data.fold is not None or c.data.split is not None,
+            HOLDS_NO_CASE_OUT: lambda c: c.data.semi,
+        },
+    )
+    folds: int = option(5, "folds of the cross-validation", low=2, high=100, idle={"without data.fold": _has_no_fold})
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
     split: str | None = option(
-        None, "JSON file {train: [ids], val: [ids]} instead of both, or a list of such splits: data.fold says which"
+        None,
+        "JSON file {train: [ids], val: [ids]} instead of both, or a list of such splits: data.fold says which",
+        "-fixed -kept read private",
     )
     groups: str | None = option(
         None,
         "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: group}, or a "
         "regular expression for that part of a case's name; null: each for itself",
+        "-fixed -kept read private",
+        idle={HOLDS_NO_CASE_OUT: lambda c: c.data.semi},
     )
     sparse: list[int] | None = option(
-        None,
-        "number of annotated slices across x, y and z; null: every voxel is annotated",
-        low=0,
-        size=3,
+        None, "number of annotated slices across x, y and z; null: every voxel is annotated", low=0, size=3
     )
     semi: bool = option(False, "with sparse: learn from these slices of every case, score others of the same cases")
     scored: list[int] = option(
@@ -255,12 +362,28 @@ class Data:
         "semi: slices scored, across x, y, z",
         low=0,
         size=3,
+        idle={
+            "without data.semi=true": lambda c: not c.data.semi,
+            "beside data.sparse_fold, which scores that part": lambda c: c.data.sparse_fold is not None,
+        },
     )
-    sparse_folds: int = option(3, "semi: folds of the annotated slices; all but one are learned from", low=2)
+    sparse_folds: int = option(
+        3,
+        "semi: folds of the annotated slices; all but one are learned from",
+        low=2,
+        idle={"without data.sparse_fold": lambda c: c.data.sparse_fold is None},
+    )
     sparse_fold: int | None = option(None, "semi: which of these folds is scored; null: the slices of scored", low=0)
-    foreground: float = option(0.33, "share of patches centred on a voxel of a random foreground class", low=0, high=1)
-    transforms: list[str] = option([], "your own, package.module:name, applied to training patches after augmentation")
-    augment: Augment = field(default_factory=Augment)
+    foreground: float = option(
+        0.33, "share of patches centred on a voxel of a random foreground class", "-same", low=0, high=1
+    )
+    transforms: list[str] = option(
+        [],
+        "your own, package.module:name, applied to training patches after augmentation",
+        "-same -kept",
+        imports=("image", "label", "rng"),
+    )
+    augment: Augment = field(default_factory=Augment, metadata=facts_of("-same"))
     phantom: Phantom = field(default_factory=Phantom)
 
     def __post_init__(self) -> None:
@@ -279,10 +402,21 @@ class Loss:
     name: str = option(
         "dice_ce",
         "cross-entropy, soft Dice, their sum, or another of training/losses.py",
-        among=LOSSES,
+        among=tuple(LOSSES),
+        idle={"beside loss.path": lambda c: c.loss.path is not None},
     )
-    path: str | None = option(None, "your own function, package.module:name, called as name(logits, label, options)")
-    weights: list[float] | None = option(None, "one weight per class for the cross-entropy", low=0)
+    path: str | None = option(
+        None,
+        "your own function, package.module:name, called as name(logits, label, options)",
+        "-kept",
+        imports=("logits", "label", "options"),
+    )
+    weights: list[float] | None = option(
+        None,
+        "one weight per class for the cross-entropy",
+        low=0,
+        idle={"for a loss without cross-entropy": lambda c: c.loss.path is None and not LOSSES[c.loss.name].get("ce")},
+    )
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
 
 
@@ -290,23 +424,28 @@ class Loss:
 class Optim:
     """Optimizer and learning-rate schedule."""
 
-    name: str = option("adamw", "optimizer", among=("sgd", "adam", "adamw"))
+    name: str = option("adamw", "optimizer", "fixed", among=("sgd", "adam", "adamw"))
     lr: float = option(1e-3, "peak learning rate", low=0, high=100)
-    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", low=0, high=1)
-    momentum: float = option(0.99, "sgd, Nesterov's", low=0, high=0.9999)
-    betas: list[float] = option([0.9, 0.999], "adam, adamw", low=0, high=0.999999, size=2)
-    schedule: str = option(
-        "poly",
-        "of the learning rate",
-        among=("poly", "cosine", "one_cycle", "constant"),
-    )
+    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", "fixed", low=0, high=1)
+    momentum: float = option(0.99, "sgd, Nesterov's", "fixed", low=0, high=0.9999)
+    betas: list[float] = option([0.9, 0.999], "adam, adamw", "fixed", low=0, high=0.999999, size=2)
+    schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
     warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
-    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", low=0, high=100)
-    init_names: list[str] | None = option(None, "what init_lr is for, as [inc,down1]; null: all that init loaded")
-    fused: bool = option(False, "one kernel updates all weights; changes rounding")
+    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", "fixed", low=0, high=100)
+    init_names: list[str] | None = option(
+        None,
+        "what init_lr is for, as [inc,down1]; null: all that init loaded",
+        "fixed",
+        idle={"without optim.init_lr": lambda c: c.optim.init_lr == 1},
+    )
+    fused: bool = option(False, "one kernel updates all weights; changes rounding", "switch speed")
     average: float | None = option(
-        None, "EMA decay; the averaged weights are used for validation and prediction; null: none", low=0, high=0.99999
+        None,
+        "EMA decay; the averaged weights are used for validation and prediction; null: none",
+        "fixed",
+        low=0,
+        high=0.99999,
     )
 
 
@@ -314,10 +453,27 @@ class Optim:
 class Inference:
     """The sliding window."""
 
-    overlap: float = option(0.5, "overlap of neighbouring windows, as a share of the window", low=0, high=0.9)
-    mirror: bool = option(False, "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes")
+    overlap: float = option(
+        0.5,
+        "overlap of neighbouring windows, as a share of the window",
+        "sees",
+        low=0,
+        high=0.9,
+        idle={"for model.padding=valid, whose tiles do not overlap": lambda c: c.model.padding == "valid"},
+    )
+    mirror: bool = option(
+        False,
+        "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes",
+        "sees",
+        idle={"with data.augment.mirror=[]": lambda c: not c.data.augment.mirror},
+    )
     batch: Any = option(
-        "auto", "windows per forward pass; auto: on CUDA as many as a micro-batch has patches, else 1", low=1, high=4096
+        "auto",
+        "windows per forward pass; auto: on CUDA as many as a micro-batch has patches, else 1",
+        "speed",
+        low=1,
+        high=4096,
+        kind="int or auto",
     )
 
 
@@ -325,25 +481,25 @@ class Inference:
 class Cuda:
     """How a GPU computes; on the CPU nothing of it counts."""
 
-    benchmark: bool = option(False, "cuDNN tries its kernels for each shape, in more memory, and keeps the fastest")
-    tf32: bool = option(True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23")
+    benchmark: bool = option(
+        False, "cuDNN tries its kernels for each shape, in more memory, and keeps the fastest", "switch speed"
+    )
+    tf32: bool = option(
+        True, "float32 convolutions with 10 bits of mantissa, on Ampere and later; false: with all 23", "switch"
+    )
 
 
 @dataclass
 class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
-    mode: str = option(
-        "offline",
-        "online needs an account",
-        among=("offline", "online", "disabled"),
-    )
-    project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first")
-    entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY")
-    name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME")
-    group: str | None = option(None, "of runs; null: the sweep's folder, or WANDB_RUN_GROUP")
-    job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE")
-    tags: list[str] = option([], "of the run, for filters")
+    mode: str = option("offline", "online needs an account", among=("offline", "online", "disabled"))
+    project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first", letters=128)
+    entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY", letters=128)
+    name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME", letters=128)
+    group: str | None = option(None, "of runs; null: the sweep's folder, or WANDB_RUN_GROUP", letters=128)
+    job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE", letters=64)
+    tags: list[str] = option([], "of the run, for filters", letters=64)
     notes: str | None = option(None, "a text with the run; null: none, or WANDB_NOTES")
     artifact: bool = option(False, "also record the best checkpoint, as an artifact")
     private: bool = option(True, "record nothing about this machine: host, program path, console, packages")
@@ -353,46 +509,109 @@ class Wandb:
 class Config:
     """One run."""
 
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    loss: Loss = field(default_factory=Loss)
-    optim: Optim = field(default_factory=Optim)
-    inference: Inference = field(default_factory=Inference)
+    model: Model = field(default_factory=Model, metadata=facts_of("fixed kept sees"))
+    data: Data = field(default_factory=Data, metadata=facts_of("fixed kept same"))
+    loss: Loss = field(default_factory=Loss, metadata=facts_of("fixed kept"))
+    optim: Optim = field(default_factory=Optim, metadata=facts_of("kept"))
+    inference: Inference = field(default_factory=Inference, metadata=facts_of("kept"))
     cuda: Cuda = field(default_factory=Cuda)
-    wandb: Wandb = field(default_factory=Wandb)
-    amp: bool = option(False, "automatic mixed precision")
+    wandb: Wandb = field(default_factory=Wandb, metadata=facts_of("course"))
+    amp: bool = option(False, "automatic mixed precision", "fixed kept sees module_memory")
     amp_dtype: str = option(
         "auto",
         "auto: bf16; fp16 on a GPU that emulates bf16",
+        "kept sees module_memory module_plan",
         among=("auto", "bf16", "fp16"),
     )
-    compile: bool = option(False, "torch.compile of the network in training, once memory is measured; takes minutes")
-    channels_last: bool = option(False, "weights and activations: channels of a voxel side by side, for tensor cores")
-    ckpt: Any = option(0, "gradient (activation) checkpointing in at most this many segments, or auto; 0: off")
+    compile: bool = option(
+        False, "torch.compile of the network in training, once memory is measured; takes minutes", "switch speed"
+    )
+    channels_last: bool = option(
+        False, "weights and activations: channels of a voxel side by side, for tensor cores", "fixed kept switch speed"
+    )
+    ckpt: Any = option(
+        0,
+        "gradient (activation) checkpointing in at most this many segments, or auto; 0: off",
+        "kept",
+        kind="int or auto",
+    )
     recompute: str = option(
         "none",
         "what backward computes again, of any network: lean: little; tiles: what the least memory needs, or nearly; "
         "auto: as little as budget allows",
+        "kept module_memory module_plan",
         among=PLANS,
     )
-    seed: int = option(0, "of weights, batches and augmentation", low=0, high=2**32 - 1)
-    deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway")
-    device: str = option("auto", "where to run", among=("auto", "cpu", "cuda"))
-    steps: int = option(100, "optimizer steps", low=1)
-    batch: int = option(2, "patches per step (with accumulate: per micro-batch)", low=1, high=4096)
-    accumulate: int = option(1, "micro-batches per step", low=1, high=4096)
-    workers: Any = option("auto", "processes that prepare batches; auto: 1, on CUDA by the cores", low=0, high=256)
-    eval_every: int = option(50, "steps between validations; 0: only at the end", low=0)
-    save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", low=0)
-    dry_run: bool = option(False, "predict the memory of a step, then stop before the network is built")
-    budget: str | None = option(
-        None, "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB"
+    seed: int = option(0, "of weights, batches and augmentation", "fixed kept same", low=0, high=2**32 - 1)
+    deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway", "switch")
+    device: str = option("auto", "where to run", "kept module_memory module_plan found", among=("auto", "cpu", "cuda"))
+    steps: int = option(100, "optimizer steps", "kept same pace", low=1)
+    batch: int = option(
+        2, "patches per step (with accumulate: per micro-batch)", "fixed kept module_plan", low=1, high=4096
     )
-    rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", low=1, high=1e6)
-    plan: str | None = option(None, "plan.yaml of `unet3d plan`, whose options count where no other word sets them")
-    init: str | None = option(None, "start from the weights of this checkpoint (of a run, or published)")
-    resume: str | None = option(None, "run folder to continue; auto: that of hydra.run.dir, or a new run there")
-    tensorboard: bool = option(False, "also record for TensorBoard, in the run folder; needs the extra tensorboard")
-    loggers: list[str] = option([], "your own, package.module:name, called with the config and the run folder")
-    sweep: list[str] | None = option(None, "of an experiment: overrides with several values, one job each, as for -m")
-    requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it")
+    accumulate: int = option(1, "micro-batches per step", "fixed kept", low=1, high=4096)
+    workers: Any = option(
+        "auto",
+        "processes that prepare batches; auto: 1, on CUDA by the cores",
+        "speed",
+        low=0,
+        high=256,
+        kind="int or auto",
+    )
+    eval_every: int = option(50, "steps between validations; 0: only at the end", "kept pace last", low=0)
+    save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", "course", low=0)
+    dry_run: bool = option(
+        False, "predict the memory of a step, then stop before the network is built", "ignored course"
+    )
+    budget: str | None = option(
+        None,
+        "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB",
+        "kept module_plan chosen",
+    )
+    rank_timeout: float = option(
+        600.0, "under torchrun: seconds that a process waits for another", "course", low=1, high=1e6
+    )
+    plan: str | None = option(
+        None, "plan.yaml of `unet3d plan`, whose options count where no other word sets them", "ignored private chosen"
+    )
+    init: str | None = option(
+        None, "start from the weights of this checkpoint (of a run, or published)", "fixed private"
+    )
+    resume: str | None = option(
+        None, "run folder to continue; auto: that of hydra.run.dir, or a new run there", "ignored private course"
+    )
+    tensorboard: bool = option(
+        False, "also record for TensorBoard, in the run folder; needs the extra tensorboard", "course"
+    )
+    loggers: list[str] = option(
+        [],
+        "your own, package.module:name, called with the config and the run folder",
+        "course",
+        imports=("config", "folder"),
+    )
+    sweep: list[str] | None = option(
+        None, "of an experiment: overrides with several values, one job each, as for -m", "ignored course"
+    )
+    requeue: bool = option(False, "under Slurm: put the job back in the queue once a signal has stopped it", "course")
+
+
+def options(node: Any, prefix: str = "", of_group: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every option below `node`, in a group with these facts, as (dotted name, value, facts)."""
+    for item in fields(node):
+        value = getattr(node, item.name)
+        facts = {**(of_group or {}), **item.metadata}
+        if is_dataclass(value):
+            yield from options(value, f"{prefix}{item.name}.", facts)
+        else:
+            type_name = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+            yield f"{prefix}{item.name}", value, {"type": type_name, **facts}
+
+
+# What is known of each option, its default, type, range and meaning among it.
+FACTS: dict[str, dict[str, Any]] = {name: {"default": value, **facts} for name, value, facts in options(Config())}
+
+
+@cache
+def options_with(fact: str) -> Mapping[str, Any]:
+    """Return this fact of each option that has it."""
+    return {name: facts[fact] for name, facts in FACTS.items() if facts.get(fact)}

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from unet3d.base.errors import UserError
-from unet3d.config.hydra_errors import ABOUT, in_one_line
+from unet3d.config.hydra_errors import in_one_line
 from unet3d.config.plain_values import flat
+from unet3d.config.schema import FACTS
 
 
 def names_set(overrides: Iterable[Any], folders: Sequence[Path], purpose: str) -> set[str]:
@@ -23,7 +24,7 @@ def names_set(overrides: Iterable[Any], folders: Sequence[Path], purpose: str) -
         if key.startswith("hydra") or override.input_line == "experiment=null":
             continue
         chosen = _chosen(override)
-        if key in ABOUT and not override.is_delete():
+        if key in FACTS and not override.is_delete():
             names.add(key)
         elif chosen and all(_file_of(key, name, folders) for name in chosen):
             for name in chosen:
@@ -81,5 +82,5 @@ def _names_in_file(group: str, name: str, folders: Sequence[Path]) -> set[str]:
     """Return the options that a file of a config group sets, and those that the files of its `defaults` set."""
     names: set[str] = set()
     for file in files_of(group, name, folders):
-        names |= flat(file.values, ".", file.prefix).keys() & ABOUT.keys()
+        names |= flat(file.values, ".", file.prefix).keys() & FACTS.keys()
     return names

@@ -1,15 +1,14 @@
 """An option of type text holds the word that was written, where Hydra or YAML would read a number or a truth value."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from antlr4 import InputStream  # type: ignore[import-untyped]
 from hydra.grammar.gen.OverrideLexer import OverrideLexer
 
 from unet3d.base.errors import UserError
-from unet3d.config.schema import Config
+from unet3d.config.schema import FACTS
 
 TEXTS = ("str", "str | None", "list[str]", "list[str] | None")
 KEYS = "data.regions"  # a map whose keys are text
@@ -23,19 +22,7 @@ ENDS = (OverrideLexer.BRACKET_CLOSE, OverrideLexer.PCLOSE, OverrideLexer.BRACE_C
 LIST = "["
 ANY_OF = {LIST, "choice", "shuffle", "sort", "str", "tag"}  # what words may stand in; those of a range are numbers
 MAY_BE_READ = re.compile(r"\d|true|false|null|inf|nan", re.IGNORECASE)
-
-
-def _kinds(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and the type of each option below `node`."""
-    for item in fields(node):
-        value = getattr(node, item.name)
-        if is_dataclass(value):
-            yield from _kinds(value, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}", item.type.__name__ if isinstance(item.type, type) else str(item.type)
-
-
-KINDS = dict(_kinds(Config()))  # the type of each option, `list[str] | None`
+KINDS = {name: facts["type"] for name, facts in FACTS.items()}
 
 
 def _is_text(name: str) -> bool:

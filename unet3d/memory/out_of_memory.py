@@ -9,7 +9,7 @@ from typing import NoReturn
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes, mib
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Config, Model, options_with
 from unet3d.memory import analysis
 from unet3d.memory.budget import (
     Candidate,
@@ -23,10 +23,6 @@ from unet3d.memory.budget import (
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.tables import NAMES
 
-RESUMABLE = {  # by a resumed run
-    *("ckpt=auto", "ckpt=0"),
-    *("recompute=none", "recompute=lean", "recompute=tiles"),
-}
 GROUPS_SHOWN = 5  # of tensors shown after out of memory
 SUGGESTIONS_SHOWN = 4  # for a new run, shown after out of memory
 PATIENCE = 20.0  # seconds of search after out of memory
@@ -99,9 +95,10 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     no_budget = () if config.budget is None else ("budget=null",)
     free = simulated(asked._replace(overrides=no_budget, config=replace(config, budget=None)))
     candidates = search(free, until=until)
+    fixed = options_with("fixed").keys()
     resumable = []
     for candidate in candidates:
-        if set(candidate.overrides) <= RESUMABLE | set(no_budget):
+        if fixed.isdisjoint(word.partition("=")[0] for word in candidate.overrides):
             resumable.append(candidate)
     rows = [asked]
     for candidate in _in_time((free, *cheapest_of_each(resumable)), until):

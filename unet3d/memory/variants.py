@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from unet3d.base.errors import UserError
 from unet3d.config.rules import check, check_ranks
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import LOSSES, Config, Model
 
 
 def replaced(overrides: Iterable[str], added: Sequence[str]) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def depends_on_batch(config: Config, model_config: Model) -> bool:
     """
     norm = model_config.norm if model_config.features else "batch"
     loss = config.loss
-    return norm.startswith("batch") or loss.batch_dice or (loss.path or loss.name) != "dice"
+    return norm.startswith("batch") or loss.batch_dice or loss.path is not None or not LOSSES[loss.name].get("by_image")
 
 
 def cheaper_activation(model_config: Model) -> list[tuple[str, Model]]:

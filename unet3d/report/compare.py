@@ -10,7 +10,7 @@ from unet3d.base.errors import escaped
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib
-from unet3d.config.schema import Config
+from unet3d.config.schema import Config, options_with
 from unet3d.report import differences, folds
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending, find_runs, read_runs
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title
@@ -18,7 +18,6 @@ from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.page import read_picture, render
 from unet3d.report.plots import plain, remove_picture
 from unet3d.report.score_plots import folds_plot
-from unet3d.report.wandb_logger import PATHS
 
 STATUS_LETTERS = 110
 
@@ -81,7 +80,7 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
 
 def _without_paths(row: ComparedRun) -> ComparedRun:
     """Return a row without its paths: the last part of one is no path any more, but often a patient's name."""
-    settings = {key: value for key, value in row.settings.items() if key not in PATHS}
+    settings = {key: value for key, value in row.settings.items() if key not in options_with("private")}
     return replace(row, settings=settings)
 
 

@@ -3,77 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unet3d.config.schema import options_with
 from unet3d.report.compared_runs import ComparedRun
 
 MOST_NAMES = 6  # of runs with one value: of more, their number
-SAME_CONFIG = (  # runs that differ in these are not comparable: other data, or another length or course of training
-    "data.format",
-    "data.root",
-    "data.images",
-    "data.labels",
-    "data.classes",
-    "data.label_map",
-    "data.regions",
-    "data.regions_class_order",
-    "data.ignore",
-    "data.affine",
-    "data.patch",
-    "data.spacing",
-    "data.val_fraction",
-    "data.folds",
-    "data.fold",
-    "data.split",
-    "data.groups",
-    "data.sparse",
-    "data.semi",
-    "data.scored",
-    "data.sparse_folds",
-    "data.sparse_fold",
-    "data.phantom.cases",
-    "data.phantom.shape",
-    "data.phantom.seed",
-    "model.classes",
-    "steps",
-    "seed",
-)
-IS_SPEED = "the same numbers, perhaps rounded otherwise, in other time or memory"
-IS_PLACE = "where files lie"
-IS_COURSE = "how the run went along, not what it learned"
-NO_METHOD = {  # options that are none of a methods paragraph's business, and why; `wandb` stands for all of its options
-    "model.inplace": IS_SPEED,
-    "data.cache": IS_SPEED,
-    "optim.fused": IS_SPEED,
-    "inference.batch": IS_SPEED,
-    "cuda.benchmark": IS_SPEED,
-    "compile": IS_SPEED,
-    "channels_last": IS_SPEED,
-    "workers": IS_SPEED,
-    "device": "env.json has the device that was found, which the paragraph names",
-    "data.root": IS_PLACE,
-    "data.images": IS_PLACE,
-    "data.labels": IS_PLACE,
-    "data.allow_outside": IS_PLACE,
-    "data.cache_root": IS_PLACE,
-    "data.fingerprint": "how a resumed run compares files",
-    "eval_every": "scores are those of the last weights",
-    "save_every": IS_COURSE,
-    "dry_run": IS_COURSE,
-    "budget": "what was chosen for it is in the config; the memory of the step is told",
-    "rank_timeout": IS_COURSE,
-    "plan": "its options are in the config",
-    "resume": IS_COURSE,
-    "tensorboard": IS_COURSE,
-    "loggers": IS_COURSE,
-    "sweep": IS_COURSE,
-    "requeue": IS_COURSE,
-    "wandb": IS_COURSE,
-}
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
-
-
-def not_told(key: str) -> str | None:
-    """Return why an option is none of a methods paragraph's business; None where it is."""
-    return NO_METHOD.get(key) or NO_METHOD.get(key.partition(".")[0])
 
 
 def differing(rows: Sequence[ComparedRun]) -> list[str]:
@@ -118,7 +52,8 @@ def _follows(key: str, group: str, rows: Sequence[ComparedRun]) -> bool:
 def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
     """Return the settings that differ without those of no method, where the others tell as many runs apart."""
     keys = setting_columns(rows)
-    kept = [key for key in keys if not_told(key) in (None, IS_SPEED)]
+    untold = options_with("untold")
+    kept = [key for key in keys if untold.get(key) in (None, "speed")]
 
     def kinds(of: Sequence[str]) -> int:
         return len({tuple(row.settings.get(key) for key in of) for row in rows})
@@ -144,7 +79,7 @@ def label(row: ComparedRun, keys: Sequence[str]) -> str:
 def mismatches(rows: Sequence[ComparedRun], varied: Sequence[str] = ()) -> list[str]:
     """Return one line per difference that makes the runs not comparable; an experiment varies `varied` on purpose."""
     by_key: dict[str, dict[str, Any]] = {}
-    for key in SAME_CONFIG:
+    for key in options_with("same"):
         if key not in varied:
             by_key[key] = {row.name: row.settings.get(key) for row in rows}
     for key in SAME_MACHINE:

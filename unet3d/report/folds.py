@@ -7,14 +7,12 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table
-from unet3d.config.compose import ABOUT
+from unet3d.config.schema import FACTS, options_with
 from unet3d.report.case_scores import METRICS, MOST_COLUMNS, shown
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending
 from unet3d.report.shapes import as_number
 from unet3d.training.metrics import mean_of
 
-ASIDE = (FOLD, "tensorboard", "loggers", "requeue", "resume")  # in which the folds of one method may differ
-ASIDE_GROUP = "wandb."  # so they may in all of this
 TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"
 NOTE = (
     "SD: of the folds' means, with n - 1. Pooled: mean ± SD over all cases, each of which was held out once. Mean of "
@@ -87,17 +85,15 @@ def _method(run: ComparedRun, runs: Sequence[ComparedRun]) -> frozenset[tuple[st
     """
     shared = _shared(run)
     if run.is_whole:
-        return frozenset((key, value) for key, value in shared.items() if key in ABOUT)
+        return frozenset((key, value) for key, value in shared.items() if key in FACTS)
     suited = {_method(other, ()) for other in runs if other.is_whole and _suits(shared, other)}
     return suited.pop() if len(suited) == 1 else frozenset(shared.items())
 
 
 def _shared(run: ComparedRun) -> dict[str, str]:
-    shared = {}
-    for key, value in run.settings.items():
-        if key not in ASIDE and not key.startswith(ASIDE_GROUP):
-            shared[key] = value
-    return shared
+    """Return the settings in which the folds of one method may not differ."""
+    untold = options_with("untold")
+    return {key: value for key, value in run.settings.items() if key != FOLD and untold.get(key) != "course"}
 
 
 def _suits(command: Mapping[str, str], run: ComparedRun) -> bool:

@@ -1,6 +1,6 @@
 """A run as one paragraph for the methods section of a paper: network, data, recipe, versions, peaks by name.
 
-`differences.NO_METHOD` has the options that it does not tell.
+The schema says `untold=` of the options that it does not tell.
 """
 
 from pathlib import Path
@@ -8,17 +8,12 @@ from pathlib import Path
 from unet3d.base.errors import UserError
 from unet3d.base.types import mib
 from unet3d.config import compose
-from unet3d.config.schema import Config, Loss, Model, Optim
+from unet3d.config.schema import LOSSES, Config, Loss, Model, Optim
 from unet3d.report.methods_data import cases, counted, images, labels, labels_of, listed, sizes
 from unet3d.report.record import RunRecord
 
 TITLE = "For a methods section"
 MOST_NAMES = 6  # of parameters; of more, their number
-LOSS_WORDS = {
-    "ce": "cross-entropy",
-    "dice": "soft Dice loss",
-    "dice_ce": "the sum of soft Dice loss and cross-entropy",
-}
 NORM_WORDS = {
     "instance": "instance normalisation",
     "batch": "batch normalisation",
@@ -165,11 +160,11 @@ def _recipe(config: Config, run: RunRecord) -> str:
 
 def _loss(config: Config, run: RunRecord) -> str:
     loss: Loss = config.loss
-    words = f"the loss {loss.path}" if loss.path else LOSS_WORDS[loss.name]
+    words = f"the loss {loss.path}" if loss.path else LOSSES[loss.name]["about"]
     if config.data.regions is not None or "regions" in run.memory:  # in memory.json also those of a dataset.json
         words += " of overlapping regions"
     details = []
-    if loss.path or loss.name != "ce":
+    if loss.path or LOSSES[loss.name].get("dice"):
         details.append(f"Dice over {'the batch as one volume' if loss.batch_dice else 'each patch'}")
     if loss.weights:
         details.append(f"classes weighted {listed([f'{weight:g}' for weight in loss.weights])}")

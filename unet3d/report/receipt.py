@@ -5,10 +5,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table, mib
+from unet3d.config.schema import options_with
 from unet3d.report.shapes import as_number
 
-NOT_COMPARED = ("budget", "data.root")  # options that change nothing of what was planned
-PACE = {"steps", "eval_every"}  # options that set the number of steps and validations
 TITLE = "Receipt: plan against run (planned minus measured)"
 
 
@@ -43,7 +42,8 @@ def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: M
     """
     changed = []
     for name, value in options.items():
-        if name not in NOT_COMPARED and values.get(name) != value:
+        changes_the_run = name != "budget" and options_with("untold").get(name) != "place"
+        if changes_the_run and values.get(name) != value:
             changed.append(name)
     return {**promise, "changed": changed}
 
@@ -101,7 +101,7 @@ def _seconds(
         planned=planned.get("step_s"),
         measured=median(steps) if steps else None,
     )
-    is_as_planned = not PACE & set(_changed(memory))
+    is_as_planned = options_with("pace").keys().isdisjoint(_changed(memory))
     total = sum(steps) + sum(validations)
     of_all = Promise(
         "steps and validations (s)",

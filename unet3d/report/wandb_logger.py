@@ -12,25 +12,12 @@ from typing import Any
 
 from unet3d.base import collector
 from unet3d.base.errors import reason
-from unet3d.config.rules import LETTERS
-from unet3d.config.schema import Config, Wandb
+from unet3d.config.schema import FACTS, Config, Wandb, options_with
 from unet3d.report.run_folder import read_records
 
 STEP = "trainer/step"
 DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
 SWEEP_FILE = "multirun.yaml"  # Hydra writes it into the folder of a sweep
-PATHS = frozenset(  # options
-    {
-        "data.root",
-        "data.images",
-        "data.labels",
-        "data.split",
-        "data.groups",
-        "data.cache_root",
-        "init",
-        "resume",
-    }
-)
 QUIET: dict[str, Any] = {  # wandb.Settings of every run
     "silent": True,
     "quiet": True,
@@ -206,8 +193,9 @@ def identity(options: Wandb, folder: Path) -> dict[str, Any]:
     return {
         "project": project or options.project,
         "entity": options.entity,
-        "name": options.name or (None if os.environ.get("WANDB_NAME") else name[-LETTERS["name"] :]),
-        "group": options.group or (None if os.environ.get("WANDB_RUN_GROUP") else group and group[-LETTERS["group"] :]),
+        "name": options.name or (None if os.environ.get("WANDB_NAME") else name[-FACTS["wandb.name"]["letters"] :]),
+        "group": options.group
+        or (None if os.environ.get("WANDB_RUN_GROUP") else group and group[-FACTS["wandb.group"]["letters"] :]),
         "job_type": options.job_type,
         "tags": options.tags or None,
         "notes": options.notes,
@@ -225,7 +213,7 @@ def without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
     for name, value in values.items():
         if isinstance(value, Mapping):
             allowed[name] = without_paths(value, f"{prefix}{name}.")
-        elif f"{prefix}{name}" not in PATHS and not is_path(value):
+        elif f"{prefix}{name}" not in options_with("private") and not is_path(value):
             allowed[name] = value
     return allowed
 

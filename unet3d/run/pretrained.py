@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unet3d import build
 from unet3d.base.errors import UserError, escaped
 from unet3d.config import compose
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Config, Model, options_with
 from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.intensity import Intensity
 from unet3d.data.prepare import PreparedData
@@ -21,7 +21,6 @@ from unet3d.run.checkpoint import Checkpoint, TrainedNetworks
 from unet3d.training import checkpoint, optim
 
 NAMES_SHOWN = 6  # of new tensors on a line; init.json has them all
-OF_DATA = ("in_channels", "classes", "regions", "regions_class_order")  # options of the model
 HeadRows = dict[str, dict[int, Tensor]]  # by a head's name and a class's number, the weights of that class
 ClassSources = dict[int, list[int]]  # by a class's number, the checkpoint's classes whose mean it begins with
 
@@ -205,6 +204,7 @@ def _with_init_names(config: Config, parameters: Sequence[str], weights: Mapping
 
 def _model_differences(there: Model, here: Model) -> Iterator[str]:
     """Yield each option in which two networks differ, besides those that the data decide."""
+    of_data = options_with("any_network").keys() - {"model.path"}
     sizes = {"kernels": geometry.kernels, "strides": geometry.strides}  # may be written in several ways
     for item in dataclasses.fields(Model):
         name = item.name
@@ -213,7 +213,7 @@ def _model_differences(there: Model, here: Model) -> Iterator[str]:
         is_same = before == now
         if name in sizes and "auto" not in (before, now) and len(there.features) == len(here.features):
             is_same = sizes[name](there) == sizes[name](here)
-        if not is_same and name not in (*OF_DATA, "inplace"):
+        if not is_same and name != "inplace" and f"model.{name}" not in of_data:
             yield f"model.{name} {before} there, {now} here"
 
 

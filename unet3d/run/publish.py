@@ -10,7 +10,7 @@ from unet3d.base.errors import UserError, escaped, not_saved
 from unet3d.base.files import write_text
 from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
-from unet3d.config.schema import Config, Data
+from unet3d.config.schema import FACTS, Config, Data, options_with
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.components import largest_components
 from unet3d.data.image_files import ImageFiles
@@ -25,7 +25,6 @@ from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.loggers import warn
 from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
-from unet3d.report.wandb_logger import PATHS
 from unet3d.run import predict
 from unet3d.run.checkpoint import Checkpoint, Split, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter
@@ -33,18 +32,8 @@ from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
 PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
-PRIVATE = ("wandb", "init", "resume", "sweep")  # options that are not published, besides those of data that name files
-SAME = (  # how a network sees images, and what its classes are
-    *("model", "inference.overlap", "inference.mirror", "amp", "amp_dtype"),
-    *("data.affine", "data.patch", "data.spacing", "data.label_map", "data.augment.mirror"),
-)
 SCORES = "scores.csv"
-# Options that say how files are read, and what their labels are: a checkpoint knows them.
-AS_LEARNED = (
-    *("data.format", "data.classes", "data.label_map", "data.regions", "data.regions_class_order"),
-    *("data.ignore", "data.spacing"),
-)
-LABELS = frozenset(("data.classes", "data.label_map", "data.regions"))  # whoever gives one of them means the rest, too
+LEARNED = options_with("learned")
 
 
 class Publication(NamedTuple):
@@ -97,11 +86,20 @@ def _read(path: Path, model_path: str | None) -> Publication:
     source = Checkpoint.read(path)
     networks = source.networks()
     refuse_other_network(networks, model_path)
-    config = {name: value for name, value in source.state["config"].items() if name not in PRIVATE}
-    data = config.get("data", {})
-    config["data"] = {name: value for name, value in data.items() if f"data.{name}" not in PATHS}
     parts = {name: source.state[name] for name in PUBLISHED} | {"largest": list(networks.largest)}
-    return Publication(networks, parts | {"config": config})
+    return Publication(networks, parts | {"config": _without_private(source.state["config"])})
+
+
+def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return options without those that hold a path or say how the run went along."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        facts = FACTS.get(f"{prefix}{name}")
+        if facts is None and isinstance(value, Mapping):
+            kept[name] = _without_private(value, f"{prefix}{name}.")
+        elif facts is not None and not facts.get("private") and facts.get("untold") != "course":
+            kept[name] = value
+    return kept
 
 
 def _refuse_different(publication: Publication, first: Publication) -> None:
@@ -112,9 +110,8 @@ def _refuse_different(publication: Publication, first: Publication) -> None:
             different.append(name)
     options = compose.flat(compose.to_plain(publication.networks.config), ".")
     first_options = compose.flat(compose.to_plain(first.networks.config), ".")
-    for name in options:
-        is_same_by_need = any(f"{name}.".startswith(f"{same}.") for same in SAME)
-        if is_same_by_need and options[name] != first_options[name]:
+    for name in options_with("sees"):
+        if options[name] != first_options[name]:
             different.append(name)
     if different:
         paths = f"{publication.networks.path}: differs from {first.networks.path}"
@@ -126,12 +123,12 @@ def score(
     config: Config,
     out: Path,
     model_path: str | None = None,
-    given: Collection[str] = AS_LEARNED,
+    given: Collection[str] = LEARNED,
 ) -> str:
     """Score the cases that `config` holds out, predicted as the checkpoint says, in out/scores.csv. Return its title.
 
-    Options AS_LEARNED that are not `given` are those of the checkpoint, of which a line is printed. Scores are on the
-    files' own grids, and where the network's grid is another, on that too.
+    Options that a checkpoint knows are its own unless `given`, of which a line is printed. Scores are on the files' own
+    grids, and where the network's grid is another, on that too.
     """
     if config.data.semi:
         raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
@@ -169,10 +166,10 @@ def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection
     learned = networks.config.data
     taken = dict[str, Any]()
     is_other_layout = "data.format" in given and learned.format != options.format  # whose labels may mean other things
-    for option in AS_LEARNED:
+    names_labels = any(LEARNED.get(option) == "labels" for option in given)  # who gives one means the rest, too
+    for option, what in LEARNED.items():
         name = option.removeprefix("data.")
-        is_of_labels = name not in ("format", "spacing", "ignore")
-        is_given = option in given or (is_of_labels and (is_other_layout or not LABELS.isdisjoint(given)))
+        is_given = option in given or (what != "files" and (names_labels or is_other_layout))
         if not is_given and getattr(learned, name) != getattr(options, name):
             taken[name] = getattr(learned, name)
     if taken:

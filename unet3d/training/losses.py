@@ -1,4 +1,4 @@
-"""Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss`.
+"""Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss(...)`.
 
 Where the data has regions, classes that overlap, K are these and each logit is a sigmoid's: `region_losses` has them.
 With several ranks, value and gradient are taken over the whole batch. A function of your own gets this rank's images,
@@ -51,12 +51,32 @@ class LossOptions:
 
 LossTerm = Callable[[Tensor, Tensor, LossOptions], Tensor]
 LOSSES: dict[str, LossTerm] = {}
+IN_CHUNKS: set[LossTerm] = set()
 
 
-def loss(function: LossTerm) -> LossTerm:
-    """Register `(logits N K D H W float32, label N D H W int64 with IGNORE, options) -> scalar` under its name."""
-    LOSSES[function.__name__] = function
-    return function
+def loss(
+    *,
+    about: str,
+    ce: bool = False,
+    dice: bool = False,
+    by_image: bool = False,
+    in_chunks: bool = False,
+) -> Callable[[LossTerm], LossTerm]:
+    """Register `(logits N K D H W float32, label N D H W int64 with IGNORE, options) -> scalar` under its name.
+
+    `config/schema.py` reads the arguments, which are written as constants, without loading this file. `about`: words of
+    a methods paragraph. `ce`, `dice`: whether `options.weights` and `options.batch_dice` count. `by_image`: without
+    batch_dice it is the mean of its images' values. `in_chunks`: the sum of `dice` and `ce` that `sum_chunks` has the
+    sums for; logits are not converted for it.
+    """
+
+    def register(function: LossTerm) -> LossTerm:
+        LOSSES[function.__name__] = function
+        if in_chunks:
+            IN_CHUNKS.add(function)
+        return function
+
+    return register
 
 
 @dataclass(frozen=True)
@@ -109,7 +129,7 @@ class MeanOverRanks(torch.autograd.Function):
         return gradient / ranks.count()
 
 
-@loss
+@loss(about="cross-entropy", ce=True, in_chunks=True)
 def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return the mean cross-entropy of the labelled voxels, weighted by class; 0 without any (torch's mean is NaN).
 
@@ -118,13 +138,13 @@ def ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     return _in_chunks(logits, label, options, dice=False, ce=True)
 
 
-@loss
+@loss(about="soft Dice loss", dice=True, by_image=True, in_chunks=True)
 def dice(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return 1 - mean soft Dice of the foreground classes (Milletari et al. 2016, nnU-Net's unsquared denominator)."""
     return _in_chunks(logits, label, options, dice=True, ce=False)
 
 
-@loss
+@loss(about="the sum of soft Dice loss and cross-entropy", ce=True, dice=True, in_chunks=True)
 def dice_ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
     """Return the sum of Dice and cross-entropy."""
     return _in_chunks(logits, label, options, dice=True, ce=True)
@@ -139,9 +159,6 @@ def _in_chunks(logits: Tensor, label: Tensor, options: LossOptions, dice: bool, 
         settings = (options.weights, options.batch_dice, options.chunk)
         value = RegionsInChunks.apply(logits, label, options.regions, *settings, dice, ce)
     return value
-
-
-IN_CHUNKS = (ce, dice, dice_ce)
 
 
 class InChunks(torch.autograd.Function):

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE, ProbabilityBlock
-from unet3d.config.schema import Loss
+from unet3d.config.schema import LOSSES, Loss
 from unet3d.training import losses, region_losses
 from unet3d.training.loss_chunks import Sums, value_of
 
 LEAST = 1e-38  # of a probability whose logarithm is taken; a softmax in float32 may give 0
 MOST = 1 - 2**-25  # of a region's probability; a sigmoid in float32 gives 1 for all that is nearer to 1
-WITH_DICE = ("dice", "dice_ce")
-WITH_CE = ("ce", "dice_ce")
 
 
 class VolumeLoss:
@@ -28,8 +26,8 @@ class VolumeLoss:
 
     def __init__(self, name: str, weights: Tensor, regions: Regions | None = None) -> None:
         """Begin without voxels. `weights` K, float64: of classes or `regions` in the cross-entropy."""
-        self._has_dice = name in WITH_DICE
-        self._has_ce = name in WITH_CE
+        self._has_dice = LOSSES[name].get("dice", False)
+        self._has_ce = LOSSES[name].get("ce", False)
         self._weights = weights
         self._table = None if regions is None else torch.tensor(regions.table(), dtype=weights.dtype)
         self._sums = Sums()
@@ -41,7 +39,7 @@ class VolumeLoss:
 
         `outputs`: the number of classes, or of regions.
         """
-        if options.path is not None or options.name not in (*WITH_DICE, *WITH_CE):
+        if options.path is not None or not LOSSES[options.name].get("in_chunks"):
             return None
         weights = [1.0] * outputs if options.weights is None else options.weights
         return cls(options.name, torch.tensor(weights, dtype=torch.float64), regions)
