@@ -440,6 +440,10 @@ def test_variables_of_wandb_are_checked_unless_it_is_off(monkeypatch: pytest.Mon
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(UserError, match=r"^WANDB_PROJECT=a#b: "):
         rules.check(Config())
+    monkeypatch.setenv("WANDB_PROJECT", "a")
+    monkeypatch.setenv("WANDB_TAGS", f"a tag,{65 * 'b'}")
+    with pytest.raises(UserError, match=r"^WANDB_TAGS=b+.* 65 letters"):
+        rules.check(Config())
     monkeypatch.setenv("WANDB_MODE", "of")
     with pytest.raises(UserError, match=r"^WANDB_MODE=of: .*\boffline\b"):
         rules.check(Config())

@@ -20,7 +20,14 @@ from unet3d.config.schema import FACTS, GENERATED, LOSSES, Config, Model, option
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
-WANDB_VARIABLES = {"WANDB_PROJECT": "project", "WANDB_NAME": "name", "WANDB_RUN_GROUP": "group"}
+WANDB_VARIABLES = {
+    "WANDB_PROJECT": "project",
+    "WANDB_ENTITY": "entity",
+    "WANDB_NAME": "name",
+    "WANDB_RUN_GROUP": "group",
+    "WANDB_JOB_TYPE": "job_type",
+    "WANDB_TAGS": "tags",  # with commas between them
+}
 WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")  # of the variable
 
 
@@ -118,8 +125,10 @@ def _check_wandb(config: Config) -> None:
         raise UserError(f"WANDB_MODE={mode}: use one of {', '.join(WANDB_MODES[:3])}, or unset it")
     if (mode or config.wandb.mode) != "disabled":
         for variable, name in WANDB_VARIABLES.items():
-            if os.environ.get(variable):
-                _check_name_for_wandb(variable, name, os.environ[variable])
+            given = os.environ.get(variable)
+            words = [given] if given else []
+            for word in given.split(",") if given and name == "tags" else words:
+                _check_name_for_wandb(variable, name, word)
 
 
 def _check_name_for_wandb(place: str, name: str, word: str) -> None:

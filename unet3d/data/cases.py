@@ -202,6 +202,8 @@ def _nnunet(root: Path, data: Data) -> DatasetInfo:
     ending = about.field("file_ending", str)
     if f".{ending.lower()}" in nifti.SUFFIXES:
         raise about.error(f'"file_ending" is {shown(ending)}; write it with its dot, {shown(f".{ending}")}')
+    if ending.lower() not in nifti.SUFFIXES and ending.lower().endswith(("gz", "nii")):
+        raise about.error(f'"file_ending" is {shown(ending)}; write {" or ".join(map(shown, nifti.SUFFIXES))}')
     if ending.lower() not in nifti.SUFFIXES:
         raise about.error(f'"file_ending" is {shown(ending)}; convert the volumes to {" or ".join(nifti.SUFFIXES)}')
     channels = in_sequence(about.numbered("channel_names"), "channel_names", about.where)
