@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
 from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset
 from unet3d.data.headers import WARNING, read_grid
+from unet3d.data.prepare import prepare_data
 from unet3d.data.splits import split, unused
 
 
@@ -372,6 +374,19 @@ def test_volumes_that_are_left_out_are_named_once(
     if layout == "nnunet":  # a third channel of two
         shutil.copy(images / "a_0001.nii.gz", images / "a_0002.nii.gz")
         assert read_dataset(data).left_out[0].endswith(f"1 ({images / 'a_0002.nii.gz'})")
+
+
+def test_what_a_run_says_of_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file that is left out, and of a folder whose cases show no class of a name."""
+    data = folders(tmp_path / "ev\x1b[31mil", ["a.nii", "b.nii", "c.nii"], ["a.nii", "b.nii", "c.nii"])
+    images = tmp_path / "ev\x1b[31mil" / "images"
+    for seed, path in enumerate(sorted(images.iterdir())):
+        write(path, image(seed=seed))
+    (images / "x\x1b[2J.mha").touch()
+    prepare_data(replace(data, classes=["background", "one", "two", "three"]))
+    printed = capsys.readouterr()
+    assert r"x\x1b[2J.mha" in printed.err and r"ev\x1b[31mil: three in no training case" in printed.err
+    assert "\x1b" not in printed.out + printed.err
 
 
 def test_a_data_set_of_another_format_is_named(tmp_path: Path) -> None:
