@@ -142,7 +142,7 @@ def train_here(
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
     os.environ["WANDB_MODE"] = wandb
-    _make_media_folder()
+    make_media_folder()
     torch.set_num_threads(1)
     progress.FIRST_LINE = math.inf  # a slow machine prints no more than a fast one
     sys.argv = [str(ROOT / "train.py"), *arguments]
@@ -155,7 +155,7 @@ def train_here(
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def _make_media_folder() -> None:
+def make_media_folder() -> None:
     """Make the folder of wandb's tables, which the server had made, again: a child that ended may have removed it."""
     private: Any = sys.modules.get("wandb.sdk.data_types._private")
     if private is not None:

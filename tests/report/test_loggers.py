@@ -22,7 +22,7 @@ import pytest
 from guards import unchanged, without
 from PIL import Image
 from rich.console import Console as Terminal
-from training import forked
+from training import forked, make_media_folder
 from wandb_records import read_file, read_run
 
 from unet3d.base import progress, terminal
@@ -62,6 +62,7 @@ def python(program: Path, *arguments: str, **variables: str) -> list[str]:
 
 def run_program(program: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     os.chdir(program.parent)
+    make_media_folder()
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         del os.environ[name]
     os.environ |= variables
