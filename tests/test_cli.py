@@ -106,32 +106,20 @@ def test_ctrl_c_ends_each_command_in_one_line(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_an_error_after_a_ctrl_c_that_a_library_has_lost_is_the_interrupt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def fails() -> None:
+    raise ImportError("cannot load module more than once per process")
+
+
+@pytest.mark.parametrize("then", [fails, progress.beat], ids=["an error", "the next border"])
+def test_a_ctrl_c_that_is_swallowed_ends_a_command_all_the_same(
+    then: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lost(*_: object) -> None:
-        with suppress(KeyboardInterrupt):
-            ctrl_c()
-        raise ImportError("cannot load module more than once per process")
+    """By a library, or by Python in a callback."""
 
-    monkeypatch.setattr("unet3d.cli.options.as_markdown", lost)
-    monkeypatch.setattr(sys, "argv", ["unet3d", "options"])
-    try:
-        with pytest.raises(SystemExit) as ended:
-            __main__.main()
-        assert ended.value.code == 130
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_a_ctrl_c_that_python_swallows_ends_a_command_at_the_next_border(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     def lost(*_: object) -> str:
         with suppress(KeyboardInterrupt):
             ctrl_c()
-        progress.beat()
+        then()
         return "the command went on"
 
     monkeypatch.setattr("unet3d.cli.options.as_markdown", lost)

@@ -172,6 +172,19 @@ def test_the_map_that_is_proposed_holds_the_labels_of_all_files(tmp_path: Path) 
     assert holds(line, [" 0, 1, 2, 4: ", "'data.label_map={1:1,2:2,3:4}' 'data.classes=[air,x,y,label_4]'"])
 
 
+def test_a_label_that_a_map_misses_is_a_class_s_if_that_has_none_in_all_files(tmp_path: Path) -> None:
+    """As where dataset.json has a typo; else nobody's."""
+    data = replace(nnunet(tmp_path, background=0, one=1, two=2, three=5), label_map={1: 1, 2: 2, 3: 5})
+    (line,) = [line for line in checked(data) if "add" in line]
+    assert "'data.label_map={1:1,2:2,3:4}'" in line
+    for name in "bcd":
+        write(tmp_path / "labelsTr" / f"{name}.nii.gz", label())
+    write(tmp_path / "labelsTr" / "a.nii.gz", np.array([0, 1, 4], np.uint8)[label()])
+    data = replace(data, label_map={1: 1, 2: 2}, classes=["background", "one", "two"])
+    (line,) = [line for line in checked(data) if "add" in line]
+    assert "'data.label_map={0:[0,4,5],1:1,2:2}'" in line
+
+
 def test_labels_that_neither_map_nor_names_know_are_an_error(tmp_path: Path) -> None:
     data = replace(folders(tmp_path, (0, 1, 2, 7), ["air", "x"]), label_map={1: [1, 2]})
     lines = checked(data)

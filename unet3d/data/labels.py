@@ -105,9 +105,9 @@ def written_words(data: Data, names: Sequence[str]) -> str:
 
 
 def proposal(occurring: Collection[int], classes: int, relabel: Relabel = None) -> str:
-    """Return the option that makes these labels of files fit `classes`; "" for what cannot be classes."""
+    """Return the option that makes these labels of a file fit `classes`; "" for what cannot, or where others decide."""
     sources = _sources(occurring, classes, relabel)
-    if not sources:
+    if not sources or (relabel is not None and 0 not in sources):  # a class that is not in this file may be in others
         return ""
     more = relabel is None and len(sources) >= classes
     return as_option(sources) + (f" and {len(sources) + 1} names in data.classes" if more else "")

@@ -240,8 +240,11 @@ def _with_label_map(
     What was one line for each of several files is one for all.
     """
     labels = frozenset[int]().union(*(error.labels for error in unknown))
-    if labels and dataset.relabel is None:
-        labels |= frozenset[int]().union(*(content.labels for content in contents.values())) - {0, dataset.ignore}
+    known = frozenset[int]().union(*(content.labels for content in contents.values())) - {0, dataset.ignore}
+    if labels and dataset.relabel is not None:  # which `known` have gone through
+        labels |= {old for old, new in dataset.relabel.items() if new in known}
+    elif labels:
+        labels |= known
     names = dataset.classes if dataset.regions is None else ()
     options = options_for(labels, dataset.label_count, dataset.relabel, names)
     if not options:

@@ -142,8 +142,19 @@ def open_segmenter(
     batch: int | str | None = None,
     overlap: float | str | None = None,
 ) -> Segmenter:
-    """Return the segmenter of a run's or a published checkpoint. Raises CheckpointError, or UserError (device)."""
-    return segmenter(read_networks(path, model_path), device, mirror, batch, overlap)
+    """Return the segmenter of a run's or a published checkpoint, with its origin.
+
+    Raises CheckpointError, or UserError (device).
+    """
+    trained = read_networks(path, model_path)
+    opened = segmenter(trained, device, mirror, batch, overlap)
+    origin = {
+        "network": trained.digest(),
+        "overlap": opened.predictor.overlap,
+        "mirror": bool(opened.predictor.mirror),
+        "components": list(trained.largest),
+    }
+    return dataclasses.replace(opened, origin=origin)
 
 
 def segmenter(
@@ -177,12 +188,6 @@ def segmenter(
         largest=trained.largest,
         kept=", ".join(trained.classes[number] for number in trained.largest),
         seen=trained.seen,
-        origin={
-            "network": trained.digest(),
-            "overlap": config.inference.overlap,
-            "mirror": config.inference.mirror,
-            "components": list(trained.largest),
-        },
     )
 
 
