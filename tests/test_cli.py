@@ -609,6 +609,6 @@ def test_how_a_run_ended_is_written_over_the_file_that_is_there_where_there_is_n
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     lifecycle.write_end(tmp_path, "a much longer line than the next", 0)
-    monkeypatch.setattr("unet3d.report.run_folder.write_status", fill_disk)
+    monkeypatch.setattr("unet3d.run.run_folder.write_status", fill_disk)
     lifecycle.write_end(tmp_path, "failed", 1)
     assert status(tmp_path).splitlines() == ["failed", "exit code 1"]

@@ -42,13 +42,13 @@ from training import (
 
 from unet3d.base import progress, signals
 from unet3d.base.errors import Preempted
-from unet3d.cli import lifecycle, training_job
+from unet3d.cli import lifecycle
 from unet3d.config.schema import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
 from unet3d.memory import preflight
 from unet3d.report import plots
-from unet3d.run import validator
+from unet3d.run import job, validator
 from unet3d.training import checkpoint, trainer
 
 RUN = [*TINY, "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]
@@ -58,7 +58,7 @@ PLACES = {
     "step": (trainer, "train_step"),
     "validation": (validator, "evaluate"),
     "save": (torch, "save"),
-    "data": (training_job, "prepare_data"),
+    "data": (job, "prepare_data"),
 }
 
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "unet3d"
 FACE = "unet3d"  # the package itself: what `import unet3d` offers
-# Lowest first. `model.geometry` and `planning.architecture` hold plain numbers; `data`, `training` stand side by side.
+# Lowest first. `data` and `training` stand side by side; the format of a run folder stands below `report`.
 LAYERS = (
     ("base",),
     ("config.schema",),
     ("model",),
-    ("planning.architecture",),
     ("config",),
     ("recomputing",),
     ("data", "training"),
     ("build",),
     ("memory",),
     ("planning",),
+    ("run.run_folder", "run.memory_file", "run.record", "run.shapes", "run.environment"),
     ("report",),
     ("run",),
     ("cli", "__main__"),
@@ -38,7 +38,7 @@ LIBRARIES = {
 }
 WITHOUT_TORCH = (
     *("base", "config"),
-    *("model.geometry", "planning.architecture", "data.cases", "memory", "training"),
+    *("model.geometry", "model.architecture", "data.cases", "memory", "training"),
     *("cli.main", "cli.commands", "cli.predict", "cli.memory", "cli.options"),
     *("cli.train", "cli.arguments", "cli.plan", "cli.hydra_app", "cli.lifecycle", "cli.sweep"),
 )

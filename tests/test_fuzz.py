@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 import fuzz
 
 from unet3d.data import dataset_json, nifti
-from unet3d.report import memory_file, record, score_plots
+from unet3d.report import score_plots
+from unet3d.run import memory_file, record
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from training import TINY, status, train
 
 from unet3d.report import report
-from unet3d.report.record import RunRecord, read_run
+from unet3d.run.record import RunRecord, read_run
 
 
 def count() -> None:

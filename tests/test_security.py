@@ -35,8 +35,8 @@ from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report import memory_plots, plots, record, report, score_plots
-from unet3d.run import predict
+from unet3d.report import memory_plots, plots, report, score_plots
+from unet3d.run import predict, record
 from unet3d.run.validation import evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
@@ -397,7 +397,7 @@ FOLDERS = ("checkpoints", "figures", "predictions", "memory", "wandb")
 TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.pt", "checkpoints", "figures")
 
 
-@without("unet3d.report.record.refuse_links_out", nothing, only="scores.csv")
+@without("unet3d.run.record.refuse_links_out", nothing, only="scores.csv")
 @without("unet3d.cli.plan.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(

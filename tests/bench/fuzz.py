@@ -45,10 +45,10 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.splits import split
 from unet3d.data.validate import check_cases, summary
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
-from unet3d.report.record import read_run
 from unet3d.report.summary import print_summary
 from unet3d.run import predict
 from unet3d.run.checkpoint_manager import CheckpointManager
+from unet3d.run.record import read_run
 from unet3d.run.training_state import TrainingState
 from unet3d.training import checkpoint, optim
 

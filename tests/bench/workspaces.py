@@ -3,8 +3,8 @@
     python tests/bench/workspaces.py
 
 Each convolution of a grid runs alone, and so do the gradients of its input and of its filter. What the allocator is
-asked for within each, minus its results, is compared with `unet3d.base.workspaces`. Prints a Markdown table; `--json`
-writes all bytes.
+asked for within each, minus its results, is compared with `unet3d.recomputing.workspaces`. Prints a Markdown table;
+`--json` writes all bytes.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.base import workspaces
 from unet3d.base.types import MIB
+from unet3d.recomputing import workspaces
 
 aten = torch.ops.aten
 PASSES = ("forward", "gradient of the input", "gradient of the filter")

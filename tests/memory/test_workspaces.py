@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import PLAIN
 
-from unet3d.base import workspaces
 from unet3d.base.types import MIB, Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
@@ -21,6 +20,7 @@ from unet3d.memory.counters import Counters
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter
 from unet3d.memory.preflight import preflight
 from unet3d.memory.simulate import simulate
+from unet3d.recomputing import workspaces
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
@@ -94,7 +94,7 @@ def test_whichever_flag_says_how_float32_is_computed(precision: str, uses_it: bo
     """torch refuses to read the older flag once its newer ones differ."""
     program = f"""if True:
         import torch
-        from unet3d.base import workspaces
+        from unet3d.recomputing import workspaces
         torch.backends.cudnn.conv.fp32_precision = {precision!r}
         torch.backends.cudnn.rnn.fp32_precision = "ieee"
         image = torch.empty(1, 8, 8, 8, 8, device="meta")

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
+from unet3d.model.architecture import architecture, levels_of, target_spacing, widths
 from unet3d.model.geometry import Triple
-from unet3d.planning.architecture import architecture, levels_of, target_spacing, widths
 from unet3d.planning.nnunet import nnunet_plan
 
 

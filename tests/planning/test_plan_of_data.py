@@ -33,8 +33,8 @@ from unet3d.planning.plan import as_yaml, like_nnunet, make_plan
 from unet3d.planning.sized_patches import sized_patches
 from unet3d.planning.timing import measured_step  # as it is without `quick`
 from unet3d.report import receipt
-from unet3d.report.memory_file import read_memory
-from unet3d.report.record import read_run
+from unet3d.run.memory_file import read_memory
+from unet3d.run.record import read_run
 
 SMALL = Kind((96, 96, 96), (1.0, 1.0, 1.0), ("MR",), ("background", "organ"), 0, 300)
 NARROW = "model.features=[4,8]"

@@ -18,10 +18,9 @@ from test_networks import _dyn, _monai
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d.base import workspaces
 from unet3d.memory.ledger import Ledger
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing import affine, prepare
+from unet3d.recomputing import affine, prepare, workspaces
 from unet3d.recomputing.module import Plan, Recomputed, schedules_of
 from unet3d.recomputing.prepare import by_plan
 from unet3d.recomputing.scratch import plain_bytes

@@ -27,7 +27,8 @@ from unet3d.memory.meter import COUNTED
 from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import predict
-from unet3d.report import explained, shapes
+from unet3d.report import explained
+from unet3d.run import shapes
 from unet3d.training import optim
 
 SHAPE = (1, 1, 16, 16, 16)

@@ -25,7 +25,7 @@ from rich.console import Console as Terminal
 from training import forked, make_media_folder
 from wandb_records import read_file, read_run
 
-from unet3d.base import progress, terminal
+from unet3d.base import errors, progress, terminal
 from unet3d.base.errors import UserError, reason
 from unet3d.base.types import Table
 from unet3d.config import rules
@@ -663,5 +663,5 @@ def test_a_name_that_is_an_emojis_or_markup_stays_text(capsys: Capture) -> None:
 @without("unet3d.report.loggers.escaped", unchanged)
 def test_a_warning_is_one_line_of_text(capsys: Capture) -> None:
     assert reason(ValueError("a\x1b[2J\n\n\u2066b")) == r"ValueError: a\x1b[2J \u2066b"
-    loggers.warn("no/\udcff\nwarning: all is lost\x1b[2J")
+    errors.warn("no/\udcff\nwarning: all is lost\x1b[2J")
     assert capsys.readouterr().err == "warning: no/\\udcff\\nwarning: all is lost\\x1b[2J\n"

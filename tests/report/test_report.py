@@ -19,12 +19,13 @@ from PIL import Image
 from training import face, yaml_of
 
 from unet3d.base.errors import UserError
-from unet3d.report import compared_runs, environment, memory_plots, plots, report, run_folder, score_plots
+from unet3d.report import compared_runs, memory_plots, plots, report, score_plots
 from unet3d.report.facts import what_ran
 from unet3d.report.methods import methods_paragraph
-from unet3d.report.record import headline, read_run
 from unet3d.report.score_tables import best_scores, score_table, score_title
 from unet3d.report.summary import print_summary
+from unet3d.run import environment, run_folder
+from unet3d.run.record import headline, read_run
 from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
 
 MIB = 2**20
@@ -448,7 +449,7 @@ ODD_VALUES += ['{"step": 9, "train/loss": 1e308, "time/step_s": 1e308}', '{"step
 
 
 @pytest.mark.parametrize("line", [*LINES, *ODD_VALUES], ids=lambda line: line[:40])
-@without("unet3d.report.run_folder.fits", yes, only='{"step": null}')
+@without("unet3d.run.run_folder.fits", yes, only='{"step": null}')
 def test_a_damaged_record_is_passed_over(folder: Path, line: str) -> None:
     path = folder / "metrics.jsonl"
     for drawn in ("memory.json", "scores.csv"):  # their figures take long
@@ -728,7 +729,7 @@ def test_the_best_worst_and_median_case_are_shown_from_the_folder_alone(folder: 
 SHA, OTHER = "a" * 40, "b" * 40
 
 
-@without("unet3d.report.environment.re.fullmatch", yes)
+@without("unet3d.run.environment.re.fullmatch", yes)
 def test_the_commit_is_that_of_the_tree_and_nothing_runs(tmp_path: Path) -> None:
     """Git itself would run what a config in .git names."""
     git = tmp_path / ".git"

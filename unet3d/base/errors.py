@@ -3,6 +3,7 @@
 import errno
 import re
 import resource
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,11 @@ def escaped(text: object, keep: str = "") -> str:
         if not letter.isprintable() and letter not in keep:
             escapes[ord(letter)] = letter.encode("unicode_escape").decode()
     return shown.translate(escapes)
+
+
+def warn(text: object) -> None:
+    """Print one line on stderr, whatever it quotes."""
+    print(f"warning: {escaped(text)}", file=sys.stderr, flush=True)
 
 
 def listed(lines: Sequence[str], most: int = 1000) -> list[str]:

@@ -51,8 +51,8 @@ def score(arguments: argparse.Namespace) -> None:
     given = composed.names_set("score")
     if config.plan is not None:
         given |= read_plan(config.plan).options.keys()
-    from unet3d.report import record, summary
-    from unet3d.run import publish
+    from unet3d.report import summary
+    from unet3d.run import publish, record
 
     title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model, given)
     summary.print_scores(record.read_run(arguments.out), title)
@@ -101,7 +101,8 @@ def _plan_command(overrides: Sequence[str], options: Sequence[str]) -> list[str]
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the report of a run, again."""
-    from unet3d.report import record, report
+    from unet3d.report import report
+    from unet3d.run import record
 
     if not (arguments.folder / "config.yaml").is_file():
         raise UserError(f"{arguments.folder}: not a run folder; give outputs/DATE/TIME-ID")

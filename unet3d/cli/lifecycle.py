@@ -25,7 +25,7 @@ from unet3d.cli import options
 from unet3d.cli.interrupt import INTERRUPTED
 from unet3d.config import compose
 from unet3d.config.schema import Config, options_with
-from unet3d.report import run_folder
+from unet3d.run import run_folder
 
 LOCK = ".lock"
 OVERRIDES = "overrides.yaml"  # the command line's options

@@ -23,7 +23,8 @@ from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate, recompute_line
 from unet3d.memory.recompute_plan import curve
 from unet3d.memory.usual_estimates import usual_estimates
-from unet3d.report import memory_plots, record, report
+from unet3d.report import memory_plots, report
+from unet3d.run import record
 from unet3d.run.pretrained import with_init_names
 
 GROUPS_SHOWN = 10  # of tensors

@@ -18,8 +18,8 @@ from unet3d.cli import memory_of_module
 from unet3d.config.schema import Config, Model
 from unet3d.memory.ledger import Ledger
 from unet3d.model import geometry
+from unet3d.model.architecture import levels_of
 from unet3d.model.geometry import Triple
-from unet3d.planning.architecture import levels_of
 from unet3d.planning.largest import Largest, largest
 from unet3d.planning.patches import CUBE, VOXEL, Padding, Series, padded_by_rules, padded_to
 from unet3d.planning.steps import AS_NNUNET, AUTO, SCHEDULES, USUAL_BYTES, ConfigSteps, Peaks, Schedule, Steps

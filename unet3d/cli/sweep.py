@@ -182,7 +182,7 @@ def print_result(number: int, folder: Path) -> None:
     """Print a line on how a job ended: its score, its peak, and where the rest is."""
     from unet3d.report.compared_runs import compared, ending
     from unet3d.report.facts import highlights
-    from unet3d.report.record import read_run
+    from unet3d.run.record import read_run
 
     try:
         run = read_run(folder)

@@ -20,7 +20,7 @@ from unet3d.config.schema import Config
 from unet3d.report import wandb_logger
 
 if TYPE_CHECKING:
-    from unet3d.report.record import RunRecord
+    from unet3d.run.record import RunRecord
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ class TrainedRun:
         return self.folder / "checkpoints" / "best.pt"
 
     def _files(self) -> "RunRecord":
-        from unet3d.report.record import read_run
+        from unet3d.run.record import read_run
 
         return read_run(self.folder)
 
@@ -122,9 +122,9 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     with collector.loading("torch"):
         import torch._dynamo  # noqa: F401 (the optimizer of the prediction loads it)
 
-        from unet3d.cli import training_job  # a wrong option was answered before
+        from unet3d.run import job  # a wrong option was answered before
 
-    training_job.run(config, folder, stop)
+    job.run(config, folder, stop)
 
 
 def job_of_sweep(tree: DictConfig) -> None:

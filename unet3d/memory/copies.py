@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from unet3d.base import workspaces
-from unet3d.base.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 from unet3d.memory.allocator import EMPTY_CACHE
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.tracker import ModuleScope
+from unet3d.recomputing import workspaces
+from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 
 
 class GpuLedger(Ledger):

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from unet3d.base.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.tracker import ModuleScope
+from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 
 REQUESTED = "requested_bytes.all.current"
 REQUESTED_PEAK = "requested_bytes.all.peak"

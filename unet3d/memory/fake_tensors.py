@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
-from unet3d.base.workspaces import CONVOLUTION
 from unet3d.memory.tables import LSTM
 from unet3d.recomputing import meta_kernels
+from unet3d.recomputing.workspaces import CONVOLUTION
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
-from unet3d.base.workspaces import CONVOLUTION
 from unet3d.memory.tracker import ModuleScope
 from unet3d.recomputing.gradient_sums import GradientSums
+from unet3d.recomputing.workspaces import CONVOLUTION
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from unet3d.base.workspaces import CONVOLUTION
 from unet3d.memory.ledger import CATEGORIES, Ledger, Storage
 from unet3d.model.unet import UNet3D
+from unet3d.recomputing.workspaces import CONVOLUTION
 
 LevelSizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
 Row = dict[str, int]  # "bytes", and bytes by category

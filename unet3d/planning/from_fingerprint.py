@@ -7,7 +7,7 @@ import numpy as np
 
 from unet3d.data.grids import MAX_GROWTH
 from unet3d.data.nifti import MAX_VOXELS
-from unet3d.planning.architecture import COARSE, FINER_PERCENTILE, median_shape, target_spacing
+from unet3d.model.architecture import COARSE, FINER_PERCENTILE, median_shape, target_spacing
 from unet3d.planning.draft import Draft, Triple, sizes_text
 
 SPACING_VARIATION = 1.1  # ratio of the spacings of cases from which on they are resampled

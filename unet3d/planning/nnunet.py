@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from unet3d.model.architecture import Levels, Spacing, levels_of, median_shape, target_spacing
 from unet3d.model.geometry import Triple
-from unet3d.planning.architecture import Levels, Spacing, levels_of, median_shape, target_spacing
 
 COUNT = 560_000_000  # numbers that convolutions return for one patch, at most, for each COUNT_GB of target
 COUNT_GB = 8

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from unet3d.model.architecture import levels_of
 from unet3d.model.geometry import Triple
-from unet3d.planning.architecture import levels_of
 from unet3d.planning.sized_patches import LONGEST
 
 LEAST = 16  # voxels of an axis of the first patch

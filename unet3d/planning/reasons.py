@@ -4,8 +4,8 @@ from math import prod
 
 from unet3d.base.progress import duration
 from unet3d.base.types import mib, percent
+from unet3d.model.architecture import LEAST_LENGTH
 from unet3d.planning import fits
-from unet3d.planning.architecture import LEAST_LENGTH
 from unet3d.planning.draft import Draft, sizes_text
 from unet3d.planning.for_budget import (
     BATCHES,

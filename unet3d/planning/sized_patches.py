@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from unet3d.model.architecture import Levels, levels_of
 from unet3d.model.geometry import Triple
-from unet3d.planning.architecture import Levels, levels_of
 
 MOST_LEVELS = 7  # deeper maps of large patches would halve again and again what all of it is seen by already
 NEARLY = 1.05  # an axis is rounded up to a multiple of the strides where that adds at most 5 %

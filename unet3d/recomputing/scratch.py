@@ -19,9 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.base import workspaces
-from unet3d.base.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
-from unet3d.recomputing import meta_kernels
+from unet3d.recomputing import meta_kernels, workspaces
 from unet3d.recomputing.compiler import TWICE
 from unet3d.recomputing.costs import Beside
 from unet3d.recomputing.function import derived_tensors, tensors_of
@@ -34,6 +32,7 @@ from unet3d.recomputing.run import Pass
 from unet3d.recomputing.state import State
 from unet3d.recomputing.tiles import MapPlan
 from unet3d.recomputing.trace import attributes_stay, silence
+from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 
 BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default

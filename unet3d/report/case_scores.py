@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table
-from unet3d.report.shapes import as_number
+from unet3d.run.shapes import as_number
 from unet3d.training.metrics import NOTE_KEY, mean_of
 
 METRICS = {  # heading, digits

@@ -11,11 +11,11 @@ from typing import Any
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.report.comparison_plots import OVERLAID
-from unet3d.report.memory_file import KINDS
 from unet3d.report.plots import Curve, curve
 from unet3d.report.receipt import compared_numbers
-from unet3d.report.record import RunRecord, read_run
-from unet3d.report.shapes import as_number
+from unet3d.run.memory_file import KINDS
+from unet3d.run.record import RunRecord, read_run
+from unet3d.run.shapes import as_number
 from unet3d.training.metrics import mean_of
 
 RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them

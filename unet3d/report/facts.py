@@ -4,9 +4,9 @@ from statistics import median
 
 from unet3d.base.types import mib
 from unet3d.report.case_scores import shown
-from unet3d.report.record import RunRecord
 from unet3d.report.score_tables import score_table
-from unet3d.report.shapes import as_number
+from unet3d.run.record import RunRecord
+from unet3d.run.shapes import as_number
 
 
 def what_ran(run: RunRecord) -> str:

@@ -15,7 +15,7 @@ from unet3d.report.differences import setting_columns, short
 from unet3d.report.folds import MEAN, MEAN_OF_CLASSES, Score, scores_by_case, spread
 from unet3d.report.markup import as_latex, as_markdown
 from unet3d.report.paired import PairedTest
-from unet3d.report.shapes import as_number
+from unet3d.run.shapes import as_number
 from unet3d.training.metrics import NOTE_KEY
 
 WORST = 5  # cases by name

@@ -10,7 +10,7 @@ from unet3d.base.types import Table
 from unet3d.config.schema import FACTS, options_with
 from unet3d.report.case_scores import METRICS, MOST_COLUMNS, shown
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending
-from unet3d.report.shapes import as_number
+from unet3d.run.shapes import as_number
 from unet3d.training.metrics import mean_of
 
 TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"

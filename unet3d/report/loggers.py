@@ -3,13 +3,12 @@
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from unet3d.base.errors import escaped, is_disk_full, reason
+from unet3d.base.errors import is_disk_full, reason, warn
 from unet3d.config.schema import Config
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 
@@ -120,11 +119,6 @@ def _succeeds(failure: str, act: Callable[..., object], *arguments: object) -> b
         warn(f"{failure} ({reason(error)}); the run goes on without it")
         return False
     return True
-
-
-def warn(text: object) -> None:
-    """Print one line on stderr, whatever it quotes."""
-    print(f"warning: {escaped(text)}", file=sys.stderr, flush=True)
 
 
 class JsonLines:

@@ -10,7 +10,7 @@ from unet3d.base.types import mib
 from unet3d.config import compose
 from unet3d.config.schema import LOSSES, Config, Loss, Model, Optim
 from unet3d.report.methods_data import cases, counted, images, labels, labels_of, listed, sizes
-from unet3d.report.record import RunRecord
+from unet3d.run.record import RunRecord
 
 TITLE = "For a methods section"
 MOST_NAMES = 6  # of parameters; of more, their number

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unet3d.config.schema import GENERATED, Augment, Data
-from unet3d.report.record import RunRecord
+from unet3d.run.record import RunRecord
 
 INTENSITY_WORDS = {
     "auto": "intensities normalised by channel (CT: clipped and scaled by the training cases' foreground; others: to "

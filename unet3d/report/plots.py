@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from unet3d.base import signals
 from unet3d.base.errors import escaped
 from unet3d.base.files import replacing
-from unet3d.report.record import best_of
-from unet3d.report.run_folder import Values
-from unet3d.report.shapes import as_number
+from unet3d.run.record import best_of
+from unet3d.run.run_folder import Values
+from unet3d.run.shapes import as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

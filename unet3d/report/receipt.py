@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from unet3d.base.types import Table, mib
 from unet3d.config.schema import options_with
-from unet3d.report.shapes import as_number
+from unet3d.run.shapes import as_number
 
 TITLE = "Receipt: plan against run (planned minus measured)"
 

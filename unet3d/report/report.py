@@ -13,8 +13,8 @@ from unet3d.report import memory_plots, methods, plots, receipt, score_plots
 from unet3d.report.case_scores import ROLES, case_table, dice_by_class
 from unet3d.report.facts import highlights, memory_kind, prediction, timing, what_ran
 from unet3d.report.page import Picture, read_picture, render
-from unet3d.report.record import RunRecord
 from unet3d.report.score_tables import best_scores, cases_title, network_scores, score_table, score_title
+from unet3d.run.record import RunRecord
 
 MOST_COLUMNS = 2000  # of metrics.csv
 MOST_CELLS = 10**8

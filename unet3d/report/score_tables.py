@@ -5,8 +5,8 @@ from typing import Any
 
 from unet3d.base.types import Table
 from unet3d.report.case_scores import METRICS, shown
-from unet3d.report.record import RunRecord
-from unet3d.report.shapes import finite
+from unet3d.run.record import RunRecord
+from unet3d.run.shapes import finite
 from unet3d.training.metrics import NETWORK, mean_of
 
 SCORES_TITLE = "Scores on the held-out cases"

@@ -8,8 +8,8 @@ from unet3d.memory import tables
 from unet3d.report import receipt
 from unet3d.report.facts import prediction, timing
 from unet3d.report.methods import TITLE, methods_paragraph
-from unet3d.report.record import RunRecord
 from unet3d.report.score_tables import best_scores, network_scores, score_table, score_title
+from unet3d.run.record import RunRecord
 
 FILES = (
     "report.html",

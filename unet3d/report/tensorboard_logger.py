@@ -5,7 +5,7 @@ from pathlib import Path
 
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.report.run_folder import last_step, read_records
+from unet3d.run.run_folder import last_step, read_records
 
 
 class TensorBoardLogger:

@@ -13,7 +13,7 @@ from typing import Any
 from unet3d.base import collector
 from unet3d.base.errors import reason
 from unet3d.config.schema import FACTS, Config, Wandb, options_with
-from unet3d.report.run_folder import read_records
+from unet3d.run.run_folder import read_records
 
 STEP = "trainer/step"
 DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from unet3d.base.errors import warn
 from unet3d.data.in_memory import ImageLike, Probabilities, are_paths, returned, temporary_case
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import read_networks
 from unet3d.run.predict import Segmenter, doubtful_places_in, segmenter
 

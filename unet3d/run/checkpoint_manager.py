@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base import ranks
-from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory
+from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory, warn
 from unet3d.base.types import Batch
 from unet3d.config.compose import CHECKPOINTS
-from unet3d.report import run_folder
-from unet3d.report.loggers import warn
+from unet3d.run import run_folder
 from unet3d.run.checkpoint import Checkpoint
 from unet3d.training import checkpoint
 

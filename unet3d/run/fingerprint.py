@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from unet3d.base.errors import UserError
+from unet3d.base.errors import UserError, warn
 from unet3d.data.prepare import PreparedData
-from unet3d.report.loggers import warn
 
 DatasetFingerprint = dict[str, Any]
 

@@ -21,12 +21,12 @@ from unet3d.memory.simulate import fitted
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.prepare import retraced
 from unet3d.recomputing.program import Program
-from unet3d.report import run_folder
 from unet3d.report.loggers import Loggers, open_loggers
-from unet3d.report.memory_file import MemoryFile
 from unet3d.report.terminal_logger import TerminalLogger
+from unet3d.run import run_folder
 from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.fingerprint import fingerprint
+from unet3d.run.memory_file import MemoryFile
 from unet3d.run.pretrained import PretrainedWeights
 from unet3d.run.run import Run
 from unet3d.run.training_state import TrainingState, seed_per_rank

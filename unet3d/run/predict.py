@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from unet3d import build
-from unet3d.base.errors import UserError
+from unet3d.base.errors import UserError, warn
 from unet3d.base.regions import Regions
 from unet3d.base.types import ProbabilityBlock
 from unet3d.config import rules
@@ -33,7 +33,6 @@ from unet3d.data.restore import ProbabilityMaps, to_original
 from unet3d.data.seen import Seen
 from unet3d.data.volume import Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map
-from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
 from unet3d.training import known_bad
 from unet3d.training.inference import Predictor

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from unet3d import build
-from unet3d.base.errors import UserError, escaped
+from unet3d.base.errors import UserError, escaped, warn
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model, options_with
 from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.intensity import Intensity
 from unet3d.data.prepare import PreparedData
 from unet3d.model import geometry
-from unet3d.report.loggers import warn
 from unet3d.run.checkpoint import Checkpoint, TrainedNetworks
 from unet3d.training import checkpoint, optim
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from unet3d.base.errors import UserError, escaped, not_saved
+from unet3d.base.errors import UserError, escaped, not_saved, warn
 from unet3d.base.files import write_text
 from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
@@ -23,7 +23,6 @@ from unet3d.data.splits import split
 from unet3d.data.validate import sound_headers
 from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report.loggers import warn
 from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.checkpoint import Checkpoint, Split, TrainedNetworks, refuse_other_network, split_of

@@ -9,14 +9,14 @@ import numpy as np
 from torch import nn
 
 from unet3d.base import ranks
-from unet3d.base.errors import OutOfMemory, Preempted, UserError, is_out_of_memory, not_saved, reason
+from unet3d.base.errors import OutOfMemory, Preempted, UserError, is_out_of_memory, not_saved, reason, warn
 from unet3d.base.signals import Stop
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.prepare import PreparedData
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.memory import out_of_memory
-from unet3d.report.loggers import Loggers, warn
+from unet3d.report.loggers import Loggers
 from unet3d.run.validation import Predictions, evaluate
 from unet3d.training import switches
 from unet3d.training.inference import Predictor

@@ -11,7 +11,7 @@ from typing import Any
 from unet3d.base.files import read_text, write_json
 from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.tables import NAMES, folded
-from unet3d.report.shapes import MOST_ITEMS, fits, is_shallow
+from unet3d.run.shapes import MOST_ITEMS, fits, is_shallow
 
 NAME = "memory.json"
 MAX_MEMORY_BYTES = 2**23  # of the file

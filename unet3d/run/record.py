@@ -11,9 +11,9 @@ from typing import Any
 from unet3d.base.errors import UserError
 from unet3d.base.files import LARGEST_YAML, read_csv, read_text, read_yaml, refuse_links_out
 from unet3d.config import compose, rules
-from unet3d.report.memory_file import KINDS, json_object, peaks, read_memory
-from unet3d.report.run_folder import Values, last_step, one_line, read_records, spacing_words
-from unet3d.report.shapes import as_number, finite, fits, sound
+from unet3d.run.memory_file import KINDS, json_object, peaks, read_memory
+from unet3d.run.run_folder import Values, last_step, one_line, read_records, spacing_words
+from unet3d.run.shapes import as_number, finite, fits, sound
 from unet3d.training.metrics import NOTE_KEY
 
 MAX_STATUS_BYTES = 2**20

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from unet3d import build
 from unet3d.base import ranks, signals
-from unet3d.base.errors import UserError, escaped
+from unet3d.base.errors import UserError, warn
 from unet3d.base.signals import Stop
-from unet3d.cli import lifecycle
 from unet3d.config import compose, rules
 from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
@@ -20,11 +19,11 @@ from unet3d.data.splits import split
 from unet3d.memory import preflight
 from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.report import report, summary
-from unet3d.report.memory_file import MemoryFile, saved_schedule
 from unet3d.report.receipt import plan_entry
-from unet3d.report.record import read_run
+from unet3d.run.memory_file import MemoryFile, saved_schedule
 from unet3d.run.open_run import open_run
 from unet3d.run.pretrained import PretrainedWeights, load_pretrained
+from unet3d.run.record import read_run
 from unet3d.training.switches import switched
 
 
@@ -33,7 +32,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
     if build.device_type(config) == "cuda":
         rules.refuse_indeterminate(config)
     for line in rules.warnings(config):
-        lifecycle.print_error(f"warning: {line}")
+        warn(line)
     ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
     with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):
         build.import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
@@ -75,7 +74,7 @@ def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
         grids = _listed_grids(config) if data is None else data.train_grids
     advice = mostly_padding(config, grids)
     if advice:
-        lifecycle.print_error(f"warning: {escaped(advice)}")
+        warn(advice)
 
 
 def _listed_grids(config: Config) -> Sequence[Grid]:

@@ -10,9 +10,9 @@ from unet3d.base.errors import escaped
 from unet3d.base.files import read_lines, read_text, write_json, write_text
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.report.environment import environment
-from unet3d.report.memory_file import json_object
-from unet3d.report.shapes import fits, is_shallow
+from unet3d.run.environment import environment
+from unet3d.run.memory_file import json_object
+from unet3d.run.shapes import fits, is_shallow
 
 if TYPE_CHECKING:
     import torch
