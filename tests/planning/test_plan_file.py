@@ -11,7 +11,7 @@ from unet3d.base.files import read_yaml
 from unet3d.cli import plan as planned_runs
 from unet3d.config import compose
 from unet3d.config.compose import Job
-from unet3d.report.receipt import plan_entry, promises
+from unet3d.report.summary import plan_entry, promises
 
 OPTIONS = {
     "model": {"features": [4, 8, 16], "kernels": [[3, 3, 1], [3, 3, 3], [3, 3, 3]], "strides": [[2, 2, 1], [2, 2, 2]]},

@@ -19,11 +19,10 @@ from PIL import Image
 from training import face, yaml_of
 
 from unet3d.base.errors import UserError
-from unet3d.report import compared_runs, memory_plots, plots, report, score_plots
-from unet3d.report.facts import what_ran
+from unet3d.report import case_plots, compared_runs, memory_plots, plots, report
 from unet3d.report.methods import methods_paragraph
-from unet3d.report.score_tables import best_scores, score_table, score_title
-from unet3d.report.summary import print_summary
+from unet3d.report.scores import best_scores, score_table, score_title
+from unet3d.report.summary import print_summary, what_ran
 from unet3d.run import environment, run_folder
 from unet3d.run.record import headline, read_run
 from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
@@ -40,7 +39,7 @@ SHOWN = {  # on the page, by the file that it is in
 FILES = (*SHOWN, "figures/prediction.png")
 PICTURES = {
     "training_curves": plots,
-    "score_plot": score_plots,
+    "score_plot": case_plots,
     "phase_plot": memory_plots,
     "layer_plot": memory_plots,
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.report.case_scores import case_table
+from unet3d.report.scores import case_table
 from unet3d.training.metrics import (
     CaseScore,
     Labels,

@@ -11,9 +11,21 @@ from typing import Any
 from unet3d.base.errors import UserError
 from unet3d.base.files import LARGEST_YAML, read_csv, read_text, read_yaml, refuse_links_out
 from unet3d.config import compose, rules
-from unet3d.run.memory_file import KINDS, json_object, peaks, read_memory
-from unet3d.run.run_folder import Values, last_step, one_line, read_records, spacing_words
-from unet3d.run.shapes import as_number, finite, fits, sound
+from unet3d.run.run_folder import (
+    KINDS,
+    Values,
+    as_number,
+    finite,
+    fits,
+    json_object,
+    last_step,
+    one_line,
+    peaks,
+    read_memory,
+    read_records,
+    sound,
+    spacing_words,
+)
 from unet3d.training.metrics import NOTE_KEY
 
 MAX_STATUS_BYTES = 2**20
@@ -108,8 +120,7 @@ class RunRecord:
 
     def values(self, key: str) -> list[float]:
         """Return a number's values in the records, in their order; NaN and infinity included."""
-        numbers = (as_number(record.get(key)) for record in self.records)
-        return [number for number in numbers if number is not None]
+        return numbers_of(self.records, key)
 
 
 def read_run(path: Path, memory: Values | None = None) -> RunRecord:
@@ -170,6 +181,12 @@ def _yaml(path: Path) -> Any:
         return read_yaml(path)
     except UserError:
         return None
+
+
+def numbers_of(records: Sequence[Values], key: str) -> list[float]:
+    """Return a number's values in records, in their order; NaN and infinity included."""
+    numbers = (as_number(record.get(key)) for record in records)
+    return [number for number in numbers if number is not None]
 
 
 def best_of(records: Sequence[Values]) -> Values:
