@@ -94,11 +94,14 @@ def segmentation(
     grid = figure.subplots(len(PLANES), len(heads), height_ratios=heights)
     darkest, brightest = np.percentile(image, (0.5, 99.5))
     for axis, row in enumerate(grid):
-        plane = _cut(image, layers, spacing, axis, where[axis], labels_of)
+        right, up = _axes_of(axis)
+        cut, *maps = (np.take(volume, where[axis], axis).T for volume in (image, *layers.values()))
+        plane = Slice(cut, dict(zip(layers, maps, strict=True)), (spacing[right], spacing[up]), labels_of)
         for name, axes in zip(heads, row, strict=True):
             axes.imshow(plane.image, "gray", origin="lower", extent=plane.extent, vmin=darkest, vmax=brightest)
             axes.set(xticks=[], yticks=[])
-            DRAWN[name](axes, plane)
+            if name in DRAWN:
+                DRAWN[name](axes, plane)
         _name_plane(row[0], axis, where[axis])
     for axes, name in zip(grid[0], heads, strict=True):
         axes.set_title(f"{name}, {NEUROLOGICAL}" if name == "image" else name, fontsize=10)
@@ -124,20 +127,6 @@ def _heights(image: Array, spacing: Sequence[float]) -> list[float]:
     return [min(max(scale * size, LEAST_HEIGHT), MOST_HEIGHT) for size in (height, height, depth)]
 
 
-def _cut(
-    image: Array,
-    layers: Mapping[str, Array],
-    spacing: Sequence[float],
-    axis: int,
-    index: int,
-    labels_of: Sequence[Sequence[int]],
-) -> Slice:
-    """Return the plane across an axis at a voxel."""
-    right, up = _axes_of(axis)
-    maps = {name: np.take(volume, index, axis).T for name, volume in layers.items()}
-    return Slice(np.take(image, index, axis).T, maps, (spacing[right], spacing[up]), labels_of)
-
-
 def _axes_of(plane: int) -> list[int]:
     """Return the axes that a plane shows to the right and upwards."""
     return [axis for axis in range(3) if axis != plane]
@@ -148,22 +137,15 @@ def _legend(layers: Mapping[str, Array], class_names: Sequence[str]) -> list[Any
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    palette = colours(len(class_names) - 1)
-    handles: list[Any] = []
-    for colour, name in zip(palette, class_names[1:], strict=True):
-        handles.append(Patch(color=colour, label=short_name(name)))
-    for name, style in STYLES.items():
-        handles.append(Line2D([], [], color=DARK, linestyle=style, label=name))
+    named = zip(colours(len(class_names) - 1), class_names[1:], strict=True)
+    handles: list[Any] = [Patch(color=colour, label=short_name(name)) for colour, name in named]
+    handles += [Line2D([], [], color=DARK, linestyle=style, label=name) for name, style in STYLES.items()]
     for name, colour in ERRORS.items():
         if name != WRONG_CLASS or len(class_names) > 2:
             handles.append(Patch(color=colour, label=name))
     if any((labels == IGNORE).any() for labels in layers.values()):
         handles.append(Patch(color=DARK, label="unlabelled"))
     return handles
-
-
-def _draw_nothing(axes: "Axes", plane: Slice) -> None:
-    """Leave the image as it is."""
 
 
 def _draw_learned(axes: "Axes", plane: Slice) -> None:
@@ -189,8 +171,7 @@ def _draw_outlines(axes: "Axes", plane: Slice) -> None:
 
 
 def _draw_errors(axes: "Axes", plane: Slice) -> None:
-    truth = plane.maps["truth"]
-    prediction = plane.maps["prediction"]
+    truth, prediction = plane.maps["truth"], plane.maps["prediction"]
     is_known = truth != IGNORE
     is_wrong = is_known & (truth != prediction)
     masks = {
@@ -203,7 +184,6 @@ def _draw_errors(axes: "Axes", plane: Slice) -> None:
 
 
 DRAWN: dict[str, Callable[["Axes", Slice], None]] = {
-    "image": _draw_nothing,
     "learned": _draw_learned,
     "truth and prediction": _draw_outlines,
     "errors": _draw_errors,

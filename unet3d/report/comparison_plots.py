@@ -29,12 +29,11 @@ from unet3d.report.plots import (
     short_label,
     short_name,
 )
+from unet3d.report.scores import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from unet3d.report.folds import Score
 
 OVERLAID = {"train/loss": "Training loss", "val/dice_mean": "Validation Dice, mean of classes"}
 PARETO = "Pareto-optimal"
@@ -200,7 +199,7 @@ def _bars(runs: Sequence[PlottedRun], labels: Sequence[str]) -> "Figure":
     return figure
 
 
-def folds_plot(methods: Sequence[tuple[str, Mapping[str, "Score"]]], path: Path) -> None:
+def folds_plot(methods: Sequence[tuple[str, Mapping[str, Score]]], path: Path) -> None:
     """Draw the Dice of each method (label, its scores by class): one point per fold, and their mean with its SD."""
     labels = [short_label(label) for label, _ in methods]
     names = list(dict.fromkeys(name for _, scores in methods for name in scores))[:MOST_CLASSES]

@@ -16,8 +16,8 @@ from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table
 from unet3d.report import folds
 from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs, setting_columns, short
-from unet3d.report.folds import MEAN, Score, scores_by_case, spread
-from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, ranked, shown
+from unet3d.report.folds import MEAN, scores_by_case, spread
+from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, Score, ranked, shown
 from unet3d.run.run_folder import as_number
 from unet3d.training.metrics import NOTE_KEY
 

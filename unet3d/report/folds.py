@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from unet3d.base.types import Table
 from unet3d.config.schema import FACTS, options_with
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending
-from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, MOST_COLUMNS, by_class, shown
+from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, MOST_COLUMNS, Score, by_class, shown
 from unet3d.training.metrics import mean_of
 
 TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"
@@ -18,17 +18,6 @@ NOTE = (
     "classes: mean of the classes' means; its pooled SD is that of the cases' means."
 )
 MEAN = ""  # among the classes: the mean of all
-
-
-class Score(NamedTuple):
-    """A class's score of one method; None where it has no score."""
-
-    folds: tuple[float | None, ...]  # the mean of the cases of each fold
-    cases: tuple[float, ...]  # of all folds, pooled
-    mean: float | None  # of the folds
-    sd: float | None
-    pooled: float | None
-    pooled_sd: float | None
 
 
 def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:

@@ -36,6 +36,17 @@ class CaseDice(NamedTuple):
         return f"{self.name} ({self.note})" if self.note else self.name
 
 
+class Score(NamedTuple):
+    """A class's score of one cross-validated method; None where it has no score."""
+
+    folds: tuple[float | None, ...]  # the mean of the cases of each fold
+    cases: tuple[float, ...]  # of all folds, pooled
+    mean: float | None  # of the folds
+    sd: float | None
+    pooled: float | None
+    pooled_sd: float | None
+
+
 def by_class(row: CaseRow, metric: str) -> dict[str, float]:
     """Return a case's scores by class, without the classes that it has not."""
     scores = {}
