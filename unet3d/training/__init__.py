@@ -5,7 +5,7 @@
   user's network and loss.
 - `policy` applies what saves memory to a step: segments, which `checkpointing` lets run twice, or a program of
   `unet3d.recomputing`.
-- `inference` slides a network over a volume, with `windows` and `window_sums`.
+- `inference` slides a network over a volume, with `windows`.
 - `checkpoint` is the file of a trained network.
-- `switches` sets what torch decides for the whole process, `known_bad` names a version with a fault.
+- `switches` sets what torch decides for the whole process, and names a version of cuDNN with a fault.
 """
