@@ -11,22 +11,8 @@ from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib
 from unet3d.config.schema import Config, options_with
-from unet3d.report import folds
-from unet3d.report.compared_runs import (
-    FOLD,
-    ComparedRun,
-    differing,
-    ending,
-    find_runs,
-    label,
-    method_columns,
-    mismatches,
-    read_runs,
-    setting_columns,
-    short,
-    sides,
-    unlike,
-)
+from unet3d.report import compared_runs, folds
+from unet3d.report.compared_runs import FOLD, ComparedRun, ending, label, method_columns, read_runs, short
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title, folds_plot
 from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.page import read_picture, render
@@ -61,7 +47,7 @@ ABOUT = (
 
 def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
     """Print the runs, or the children of sweeps, side by side; with `out`, write the files there. Raises UserError."""
-    rows = read_runs(find_runs(paths))
+    rows = read_runs(compared_runs.find_runs(paths))
     print_comparison(rows)
     if out is not None:
         print(escaped(write_comparison(rows, out)))
@@ -136,7 +122,7 @@ def _number(row: ComparedRun, field: str) -> str:
 
 def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any]]]:
     """Return the comparison for programs: headings with their units, and plain values; None for a missing number."""
-    keys = setting_columns(rows)
+    keys = compared_runs.setting_columns(rows)
     names = list(dict.fromkeys(name for row in rows for name in row.numbers))  # of a cross-validation more
     cells = []
     for row in rows:
@@ -195,8 +181,8 @@ def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
     rows = folds.methods(runs)  # one has several folds, all the same as another's
     held_out = {row.name: row.settings.get(FOLD) for row in rows}
     scored = {row.name: row.scored for row in rows}
-    of_folds = unlike({FOLD: held_out}) or unlike({"folds scored": scored})
-    return [*of_folds, *mismatches(runs, [FOLD])]
+    of_folds = compared_runs.unlike({FOLD: held_out}) or compared_runs.unlike({"folds scored": scored})
+    return [*of_folds, *compared_runs.mismatches(runs, [FOLD])]
 
 
 def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
@@ -287,5 +273,8 @@ def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
 
 def _differences(rows: Sequence[ComparedRun]) -> Table:
     """Return one row per option that differs, with the runs of each value."""
-    cells = [[key, sides({row.name: row.settings.get(key) for row in rows})] for key in differing(rows)]
+    cells = [
+        [key, compared_runs.sides({row.name: row.settings.get(key) for row in rows})]
+        for key in compared_runs.differing(rows)
+    ]
     return Table(["option", "values"], cells)

@@ -14,8 +14,8 @@ from unet3d.config.schema import options_with
 from unet3d.report.comparison_plots import OVERLAID
 from unet3d.report.plots import Curve, curve
 from unet3d.report.summary import compared_numbers
-from unet3d.run.record import RunRecord, read_run
-from unet3d.run.run_folder import KINDS, as_number
+from unet3d.run.record import RunRecord, numbers_of, read_run
+from unet3d.run.run_folder import KINDS
 from unet3d.training.metrics import mean_of
 
 RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
@@ -90,11 +90,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 def compared(name: str, run: RunRecord) -> ComparedRun:
     """Return a run as a row of a comparison."""
-    curves = {}
-    for key in OVERLAID:
-        points = curve(run.records, key)
-        if points is not None:
-            curves[key] = points
+    curves = {key: curve(run.records, key) for key in OVERLAID}
     words = run.overrides or []
     return ComparedRun(
         name=name,
@@ -102,7 +98,7 @@ def compared(name: str, run: RunRecord) -> ComparedRun:
         is_whole=bool(run.settings),
         environment=run.environment,
         numbers=_numbers(run),
-        curves=curves,
+        curves={key: points for key, points in curves.items() if points is not None},
         named=frozenset(word.partition("=")[0].lstrip("+~") for word in words),
         scores=run.scores,
         folder=run.path,
@@ -163,9 +159,9 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
 
 def _dice_grid(run: RunRecord) -> str | None:
     """Return "files" or "network", the grid of the mean Dice; None without a Dice, or where both are one grid."""
-    if run.dice_mean is None or not (run.has_own_grids or run.spacing):
+    if run.dice_mean is None:
         return None
-    return "files" if run.has_own_grids else "network"
+    return "files" if run.has_own_grids else "network" if run.spacing else None
 
 
 def _distances(run: RunRecord) -> dict[str, Any]:
@@ -173,7 +169,7 @@ def _distances(run: RunRecord) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for key in run.scores[0] if run.scores else ():
         if str(key).startswith("hd95_mm/"):
-            known = [value for value in (as_number(row.get(key)) for row in run.scores) if value is not None]
+            known = numbers_of(run.scores, key)
             numbers[key] = mean_of(known)
             numbers[key.replace("hd95_mm", "hd95_mm_cases", 1)] = len(known)
     return numbers
@@ -220,10 +216,7 @@ def setting_columns(rows: Sequence[ComparedRun]) -> list[str]:
     From model=unet follows model.features, from an experiment any option that no command line sets.
     """
     keys = differing(rows)
-    groups = []
-    for key in keys:
-        if "." not in key and all(key in row.settings for row in rows):
-            groups.append(key)
+    groups = [key for key in keys if "." not in key and all(key in row.settings for row in rows)]
     return [key for key in keys if not any(_follows(key, group, rows) for group in groups)]
 
 
@@ -260,21 +253,16 @@ def short(keys: Sequence[str]) -> list[str]:
 
 def label(row: ComparedRun, keys: Sequence[str]) -> str:
     """Return a run's name and its settings among `keys`: `0: model=unet amp=true`."""
-    settings = []
-    for key, word in zip(keys, short(keys), strict=True):
-        if key in row.settings:
-            settings.append(f"{word}={row.settings[key]}")
+    pairs = zip(keys, short(keys), strict=True)
+    settings = [f"{word}={row.settings[key]}" for key, word in pairs if key in row.settings]
     return f"{row.name}: {' '.join(settings)}" if settings else row.name
 
 
 def mismatches(rows: Sequence[ComparedRun], varied: Sequence[str] = ()) -> list[str]:
     """Return one line per difference that makes the runs not comparable; an experiment varies `varied` on purpose."""
-    by_key: dict[str, dict[str, Any]] = {}
-    for key in options_with("same"):
-        if key not in varied:
-            by_key[key] = {row.name: row.settings.get(key) for row in rows}
-    for key in SAME_MACHINE:
-        by_key[key] = {row.name: row.environment.get(key) for row in rows}
+    options = [key for key in options_with("same") if key not in varied]
+    by_key: dict[str, dict[str, Any]] = {key: {row.name: row.settings.get(key) for row in rows} for key in options}
+    by_key |= {key: {row.name: row.environment.get(key) for row in rows} for key in SAME_MACHINE}
     if len({row.settings.get("steps") for row in rows}) == 1:
         by_key["steps done"] = {row.name: row.numbers["steps_done"] for row in rows}
     by_key["grid of the Dice"] = {row.name: row.numbers.get("dice_grid") for row in rows}
@@ -285,11 +273,7 @@ def mismatches(rows: Sequence[ComparedRun], varied: Sequence[str] = ()) -> list[
 
 def unlike(by_key: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return one line per key whose values, {run: value}, differ between runs."""
-    lines = []
-    for key, values in by_key.items():
-        if len(set(values.values()) - {None}) > 1:
-            lines.append(f"{key}: {sides(values)}")
-    return lines
+    return [f"{key}: {sides(values)}" for key, values in by_key.items() if len(set(values.values()) - {None}) > 1]
 
 
 def sides(values: Mapping[str, Any]) -> str:

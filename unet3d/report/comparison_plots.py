@@ -9,26 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from unet3d.base.types import MIB, mib
-from unet3d.report.plots import (
-    BLUE,
-    GREY,
-    LETTER,
-    LINE,
-    LINES,
-    MARKERS,
-    Curve,
-    beside,
-    blank,
-    handles_of,
-    marker_of,
-    over_steps,
-    panel,
-    plain,
-    save_picture,
-    scale_axis,
-    short_label,
-    short_name,
-)
+from unet3d.report import plots
 from unet3d.report.scores import Score
 
 if TYPE_CHECKING:
@@ -57,35 +38,35 @@ POINT: dict[str, Any] = {"mec": "black", "mew": 0.5, "ms": 7}
 LEAST_DICE = 0.05  # that an axis shows: less is noise, and would look like a trade-off
 
 
-def curves_plot(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
+def curves_plot(runs: Mapping[str, Mapping[str, plots.Curve]], path: Path) -> None:
     """Draw the running mean of the loss, and Dice, of several runs over optimizer steps.
 
     `runs` are {label: {key of a record: curve}}.
     """
     keys = [key for key in OVERLAID if any(key in curves for curves in runs.values())]
-    labels = {label: short_label(label) for label in runs}
-    width = 4.2 * len(keys) + LETTER * max(len(label) for label in labels.values()) + 0.6
-    figure = blank(width, max(3.8, LINE * len(runs) + 1.0))
+    labels = {label: plots.short_label(label) for label in runs}
+    width = 4.2 * len(keys) + plots.LETTER * max(len(label) for label in labels.values()) + 0.6
+    figure = plots.blank(width, max(3.8, plots.LINE * len(runs) + 1.0))
     grid = figure.subplots(1, len(keys), squeeze=False)[0]
     lines: dict[str, Any] = {}
     for key, axes in zip(keys, grid, strict=True):
         axes.set_title(OVERLAID[key])
         lines |= _draw_curves(axes, runs, key)
-        over_steps(axes)
+        plots.over_steps(axes)
         if key == "val/dice_mean":
             axes.set(ylim=(0, 1.02))
         else:
-            scale_axis(axes, np.concatenate([curves[key][1] for curves in runs.values() if key in curves]))
-    beside(grid[-1], {labels[label]: lines[label] for label in runs if label in lines})
-    save_picture(figure, path)
+            plots.scale_axis(axes, np.concatenate([curves[key][1] for curves in runs.values() if key in curves]))
+    plots.beside(grid[-1], {labels[label]: lines[label] for label in runs if label in lines})
+    plots.save_picture(figure, path)
 
 
-def _draw_curves(axes: "Axes", runs: Mapping[str, Mapping[str, Curve]], key: str) -> dict[str, Any]:
+def _draw_curves(axes: "Axes", runs: Mapping[str, Mapping[str, plots.Curve]], key: str) -> dict[str, Any]:
     """Draw the curves of one number; return the line of each run that has it."""
     lines = {}
-    for (label, curves), (style, colour) in zip(runs.items(), cycle(LINES), strict=False):
+    for (label, curves), (style, colour) in zip(runs.items(), cycle(plots.LINES), strict=False):
         if key in curves:
-            marker = marker_of(curves[key][0])
+            marker = plots.marker_of(curves[key][0])
             (lines[label],) = axes.plot(*curves[key], marker=marker, ms=4, linestyle=style, color=colour)
     return lines
 
@@ -94,28 +75,28 @@ def comparison_plot(runs: Sequence[PlottedRun], remark: str, path: Path) -> None
     """Draw peak against seconds and against Dice, each a panel if two runs have it; else bars. `remark` goes above."""
     fields = [field for field in PANELS if sum(getattr(run, field) is not None for run in runs) > 1]
     kinds = list(dict.fromkeys(run.kind for run in runs))
-    labels = [short_label(run.label) for run in runs]
+    labels = [plots.short_label(run.label) for run in runs]
     if len(kinds) > 1:
         labels = [f"{label} ({run.kind})" for label, run in zip(labels, runs, strict=True)]
     figure = _scatter(runs, labels, fields) if fields else _bars(runs, labels)
     for axes in figure.axes:
         axes.set_xlabel("peak memory of a step (MiB)")
         axes.locator_params("both" if fields else "x", nbins=5)
-        panel(axes)
+        plots.panel(axes)
     about = [f"Peak: {kinds[0]}"] if len(kinds) == 1 else []
     if remark:
         about.append(remark)
     if about:
-        width = int(figure.get_figwidth() / LETTER)
+        width = int(figure.get_figwidth() / plots.LETTER)
         lines = [line for text in about for line in wrap(text, width)]
-        figure.suptitle(plain("\n".join(lines)), fontsize=9)
-    save_picture(figure, path)
+        figure.suptitle(plots.plain("\n".join(lines)), fontsize=9)
+    plots.save_picture(figure, path)
 
 
 def _scatter(runs: Sequence[PlottedRun], labels: list[str], fields: Sequence[str]) -> "Figure":
     """Draw panels over the peak; the Pareto-optimal runs of each kind of peak are ringed and joined by a line."""
     longest = max(len(label) for label in [*labels, PARETO])
-    figure = blank(4.2 * len(fields) + LETTER * longest + 0.6, max(4.0, LINE * len(runs) + 1.4))
+    figure = plots.blank(4.2 * len(fields) + plots.LETTER * longest + 0.6, max(4.0, plots.LINE * len(runs) + 1.4))
     grid = figure.subplots(1, len(fields), squeeze=False)[0]
     for axes, field in zip(grid, fields, strict=True):
         _draw_front(axes, field, runs)
@@ -125,9 +106,9 @@ def _scatter(runs: Sequence[PlottedRun], labels: list[str], fields: Sequence[str
         if field == "dice":
             axes.set_ylabel(dice_title([run.dice_grid for run in runs]))
             _widen_dice(axes)
-        panel(axes, "both")
-    handles = handles_of(grid)
-    beside(grid[-1], {label: handles[label] for label in dict.fromkeys([*labels, PARETO]) if label in handles})
+        plots.panel(axes, "both")
+    handles = plots.handles_of(grid)
+    plots.beside(grid[-1], {label: handles[label] for label in dict.fromkeys([*labels, PARETO]) if label in handles})
     return figure
 
 
@@ -158,12 +139,12 @@ def _draw_front(axes: "Axes", field: str, runs: Sequence[PlottedRun]) -> None:
     sign = -1 if field == "dice" else 1
     for points in by_kind.values():
         best = [points[index] for index in pareto([(x, sign * y) for x, y in points])]
-        axes.plot(*zip(*best, strict=True), "o--", color=GREY, mfc="none", mec="black", ms=12, label=PARETO)
+        axes.plot(*zip(*best, strict=True), "o--", color=plots.GREY, mfc="none", mec="black", ms=12, label=PARETO)
 
 
 def _draw_runs(axes: "Axes", field: str, runs: Sequence[PlottedRun], labels: list[str]) -> None:
     """Draw a marker for each run, with its SD over the folds where it has one."""
-    for run, label, (marker, colour) in zip(runs, labels, cycle(MARKERS), strict=False):
+    for run, label, (marker, colour) in zip(runs, labels, cycle(plots.MARKERS), strict=False):
         x = run.peak_bytes / MIB
         y = getattr(run, field)
         if y is None:
@@ -186,10 +167,10 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def _bars(runs: Sequence[PlottedRun], labels: Sequence[str]) -> "Figure":
     longest = max((len(label) for label in labels), default=0)
-    figure = blank(LETTER * longest + 6, max(2.0, 1.3 * LINE * len(runs) + 1.4))
+    figure = plots.blank(plots.LETTER * longest + 6, max(2.0, 1.3 * plots.LINE * len(runs) + 1.4))
     axes = figure.subplots()
     peaks = [run.peak_bytes / MIB for run in runs]
-    axes.barh(range(len(runs)), peaks, 0.7, color=BLUE)
+    axes.barh(range(len(runs)), peaks, 0.7, color=plots.BLUE)
     axes.set_yticks(range(len(runs)), labels, fontsize=9)
     for row, run in enumerate(runs):
         where = (peaks[row], row)
@@ -201,14 +182,15 @@ def _bars(runs: Sequence[PlottedRun], labels: Sequence[str]) -> "Figure":
 
 def folds_plot(methods: Sequence[tuple[str, Mapping[str, Score]]], path: Path) -> None:
     """Draw the Dice of each method (label, its scores by class): one point per fold, and their mean with its SD."""
-    labels = [short_label(label) for label, _ in methods]
+    labels = [plots.short_label(label) for label, _ in methods]
     names = list(dict.fromkeys(name for _, scores in methods for name in scores))[:MOST_CLASSES]
     of_classes = (0.25 * len(methods) + 0.6) * len(names)
     longest = max(len(label) for label in labels)
-    figure = blank(max(4.0, of_classes) + LETTER * longest + 1.6, max(4.0, LINE * len(methods) + 1.4))
+    figure = plots.blank(max(4.0, of_classes) + plots.LETTER * longest + 1.6, max(4.0, plots.LINE * len(methods) + 1.4))
     axes = figure.subplots()
     apart = 0.8 / len(methods)
-    for number, ((_, scores), label, (marker, colour)) in enumerate(zip(methods, labels, cycle(MARKERS), strict=False)):
+    drawn = zip(methods, labels, cycle(plots.MARKERS), strict=False)
+    for number, ((_, scores), label, (marker, colour)) in enumerate(drawn):
         shift = apart * (number - (len(methods) - 1) / 2)
         for place, name in enumerate(names):
             score = scores.get(name)
@@ -219,11 +201,11 @@ def folds_plot(methods: Sequence[tuple[str, Mapping[str, Score]]], path: Path) -
             axes.plot([x] * len(points), points, marker, color=colour, alpha=0.45, ms=4, mew=0)
             axes.errorbar(x, score.mean, yerr=score.sd, fmt=marker, color=colour, capsize=3, **POINT)
         axes.plot([], [], marker, color=colour, label=label, **POINT)
-    axes.set_xticks(range(len(names)), [short_name(name) if name else "mean of\nclasses" for name in names])
+    axes.set_xticks(range(len(names)), [plots.short_name(name) if name else "mean of\nclasses" for name in names])
     if len(names) > 4:
         axes.tick_params("x", rotation=90)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.set_ylabel("Dice: folds, their mean ± SD")
-    panel(axes, "y")
-    beside(axes, handles_of([axes]))
-    save_picture(figure, path)
+    plots.panel(axes, "y")
+    plots.beside(axes, plots.handles_of([axes]))
+    plots.save_picture(figure, path)
