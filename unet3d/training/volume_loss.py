@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unet3d.base.regions import Regions
-from unet3d.base.types import IGNORE, ProbabilityBlock
+from unet3d.base.types import IGNORE, ProbabilityBlock, Regions
 from unet3d.config.schema import LOSSES, Loss
 from unet3d.training import losses, region_losses
 from unet3d.training.loss_chunks import Sums, value_of
