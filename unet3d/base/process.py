@@ -24,7 +24,7 @@ def prepare() -> None:
     """Let threads that wait for each other sleep soon, and the garbage collector rest as the process ends.
 
     A thread that waits awake keeps its core busy. Where two programs share the cores, steps then take six times as
-    long. On idle cores sleeping costs a hundredth: `tests/bench/busy_cores.py`. The environment may say otherwise.
+    long. On idle cores sleeping costs a hundredth: `benchmarks/busy_cores.py`. The environment may say otherwise.
     The collector would take as long as loading torch. Call it before torch loads.
     """
     atexit.register(gc.freeze)
