@@ -342,6 +342,7 @@ def test_without_a_whole_checkpoint_nothing_starts_over(copy: Path) -> None:
     assert (status(copy), (copy / "metrics.jsonl").read_bytes()) == before
 
 
+@promise("What scripts rely on", "exit code 3 ...")
 @promise("Checkpoints", "another format; parts missing ...")
 @pytest.mark.parametrize(
     "change",

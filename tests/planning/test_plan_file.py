@@ -168,5 +168,6 @@ def test_a_strangers_memory_file_breaks_no_receipt() -> None:
     assert [row.key for row in promises({"plan": plan}, [{"time/step_s": "y"}])] == ["tensors"]
 
 
+@promise("What scripts rely on", "plan.yaml", "`plan=` reads what `plan` wrote")
 def test_a_plan_is_written_and_read_as_it_was(plan: Path) -> None:
     assert read_yaml(plan)["options"] == OPTIONS

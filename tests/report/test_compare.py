@@ -142,6 +142,11 @@ def test_a_command_line_without_a_config_is_shown_as_it_was(make: Make) -> None:
 # --- numbers
 
 
+@promise(
+    "What scripts rely on",
+    "compare.csv, folds.csv",
+    "plain numbers with units in their columns, empty cells where there is none",
+)
 def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_path: Path) -> None:
     line = "error: loss nan, 'a, b'\nmore\nexit code 4\n"
     folders = [make("0", "ckpt=2", dice=0.5), make("1", predicts=True), make("2", "amp=true", status=line)]

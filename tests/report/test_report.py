@@ -610,6 +610,7 @@ def test_advice_is_shown_with_and_without_what_half_the_width_needs(folder: Path
     assert ("model.features=[8,8]" in line) == bool(half)
 
 
+@promise("What scripts rely on", "metrics.csv", "metrics.jsonl as a table")
 def test_metrics_csv_is_metrics_jsonl_as_a_table(folder: Path) -> None:
     written(folder)
     with (folder / "metrics.csv").open(newline="") as file:
