@@ -18,9 +18,8 @@ from training import yaml_of
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.report import compare
-from unet3d.report.compared_runs import find_runs, read_runs
+from unet3d.report.compared_runs import differing, find_runs, mismatches, read_runs, setting_columns, short
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot, pareto
-from unet3d.report.differences import differing, mismatches, setting_columns, short
 
 MIB = 2**20
 NASTY = "<script>alert('x')</script>&[bold]"
