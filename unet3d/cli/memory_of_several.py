@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from unet3d.base import shell
+from unet3d.base import process
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv
 from unet3d.base.progress import track
@@ -224,7 +224,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     if best.step.limited > limit:
         smallest = f"the smallest peak is {mib(best.step.tensors)} MiB{best.reserves}"
         raise UserError(f"budget={given}: nothing tried fits; {smallest}")
-    command = shell.training(variants.replaced(overrides, best.overrides))
+    command = process.training_command(variants.replaced(overrides, best.overrides))
     print(f"fits: {escaped(command)}")
 
 
