@@ -508,7 +508,8 @@ def test_predicted_and_measured_bytes_are_of_the_same_layers(make: Callable[[], 
 
 
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("explain_bench", Path(__file__).parents[1] / "bench" / "explain.py")
+    path = Path(__file__).parents[2] / "benchmarks" / "explain.py"
+    spec = importlib.util.spec_from_file_location("explain_bench", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -528,7 +529,7 @@ def tiny(name: str) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SegResNet", "UNETR"])
 def test_networks_of_monai_are_explained_as_the_allocator_has_them(name: str) -> None:
-    """Within 1 %, without what one kernel takes and gives back; `tests/bench/explain.py` has them in their sizes."""
+    """Within 1 %, without what one kernel takes and gives back; `benchmarks/explain.py` has them in their sizes."""
     shape = (1, 1, 16, 16, 16)
     tensors, _ = bench().unobserved(partial(tiny, name), shape)
     for act in (unet3d.memory.predict, unet3d.memory.explain):

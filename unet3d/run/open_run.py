@@ -35,7 +35,7 @@ from unet3d.training import optim, switches
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import Technique
 from unet3d.training.trainer import Learner, Trainer
-from unet3d.training.window_sums import free_bytes
+from unet3d.training.windows import free_bytes
 
 
 class Origin(NamedTuple):

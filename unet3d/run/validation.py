@@ -29,8 +29,8 @@ from unet3d.report import case_plots, case_scores
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
+from unet3d.training.losses import VolumeLoss
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
-from unet3d.training.volume_loss import VolumeLoss
 
 Keep = Callable[[Case, ArgmaxCollector], None]
 
@@ -58,11 +58,10 @@ def evaluate(
             prepared = read(case)
             label = prepared.label.numpy()
             volume_loss = None
-            if loss is not None:
-                outputs = classes if regions is None else len(regions.labels)
-                volume_loss = VolumeLoss.of(loss, outputs, regions)
             probabilities = predictor.strips(prepared.image, case.named)
-            if volume_loss is not None:
+            if loss is not None and VolumeLoss.exists(loss):
+                outputs = classes if regions is None else len(regions.labels)
+                volume_loss = VolumeLoss(loss, outputs, regions)
                 probabilities = volume_loss.adding(probabilities, label)
             strips = ArgmaxCollector(probabilities, regions)
             if keep is not None:
