@@ -7,7 +7,7 @@ from textwrap import shorten
 from typing import NamedTuple
 
 from unet3d.base.errors import UserError
-from unet3d.base.regions import Regions
+from unet3d.base.types import Regions
 from unet3d.config.schema import LAYOUTS, Data
 from unet3d.data.dataset_json import is_plain, leaves
 from unet3d.data.file_names import left_out, other_volumes, refuse_long

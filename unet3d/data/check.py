@@ -12,7 +12,7 @@ import numpy as np
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, escaped, listed
-from unet3d.config.region_rules import MAX_LABEL
+from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Config, Data
 from unet3d.data import nifti

@@ -8,9 +8,15 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
-from unet3d.base.regions import Regions
-from unet3d.config.data_rules import label_sources
-from unet3d.config.region_rules import MAX_LABEL, checked_regions, refuse_background, refuse_blank, refuse_hidden
+from unet3d.base.types import Regions
+from unet3d.config.data_rules import (
+    MAX_LABEL,
+    checked_regions,
+    label_sources,
+    refuse_background,
+    refuse_blank,
+    refuse_hidden,
+)
 from unet3d.config.schema import Data
 from unet3d.data.dataset_json import is_plain, shown
 

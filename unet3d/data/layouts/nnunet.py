@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.errors import UserError
-from unet3d.config.region_rules import checked_regions
+from unet3d.config.data_rules import checked_regions
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo, inside, layout, sorted_cases, with_classes
