@@ -9,7 +9,7 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.config.rules import effective_model
-from unet3d.config.schema import Config
+from unet3d.config.schema import Model
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid
 from unet3d.data.headers import read_grid
@@ -37,14 +37,13 @@ def _readable_grids(cases: Sequence[Case], spacing: Sequence[float] | None) -> I
             yield read_grid(case, spacing)
 
 
-def mostly_padding(config: Config, targets: Sequence[Grid | None]) -> str | None:
+def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None]) -> str | None:
     """Return a line for a patch most of which is padding in most cases with these grids; None for any other patch.
 
     A grid is None where it could not be read.
     """
     grids = [grid for grid in sampled(targets) if grid is not None]
-    patch = config.data.patch
-    output = geometry.output_size(patch, effective_model(config.model))  # valid convolutions return less than they take
+    output = geometry.output_size(patch, effective_model(model))  # valid convolutions return less than they take
     shares = [filled(output, grid.shape) for grid in grids]
     share = float(np.median(shares)) if shares else 1.0
     if share >= MIN_PATCH_FILL:
