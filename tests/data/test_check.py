@@ -833,7 +833,9 @@ def test_a_patch_that_is_mostly_padding_is_said(
     for name in "abcd":
         write(tmp_path / f"imagesTr/{name}.nii.gz", np.zeros(shape, np.uint8), np.eye(4))
     config = compose.compose(["data=decathlon", f"data.root={tmp_path}", *words])
-    line = mostly_padding(config, read_grids(read_dataset(config.data).cases, config.data.spacing))
+    line = mostly_padding(
+        config.model, config.data.patch, read_grids(read_dataset(config.data).cases, config.data.spacing)
+    )
     assert (line is None) == (parts is None) and holds(line or "", parts or [])
 
 

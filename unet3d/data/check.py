@@ -14,7 +14,7 @@ from unet3d.base import progress
 from unet3d.base.errors import UserError, escaped, listed
 from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
-from unet3d.config.schema import Config, Data
+from unet3d.config.schema import Data, Model
 from unet3d.data import nifti
 from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
 from unet3d.data.forms import in_one_line
@@ -321,14 +321,13 @@ def _step(items: Sequence[object]) -> int:
     return -(-len(items) // CASES_SAMPLED) or 1
 
 
-def mostly_padding(config: Config, targets: Sequence[Grid | None]) -> str | None:
+def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None]) -> str | None:
     """Return a line for a patch most of which is padding in most cases with these grids; None for any other patch.
 
     A grid is None where it could not be read.
     """
     grids = [grid for grid in targets[:: _step(targets)] if grid is not None]
-    patch = config.data.patch
-    output = geometry.output_size(patch, effective_model(config.model))  # valid convolutions return less than they take
+    output = geometry.output_size(patch, effective_model(model))  # valid convolutions return less than they take
     shares = [prod(min(p, n) / p for p, n in zip(output, grid.shape, strict=True)) for grid in grids]
     share = float(np.median(shares)) if shares else 1.0
     if share >= MIN_PATCH_FILL:
