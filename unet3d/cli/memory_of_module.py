@@ -1,11 +1,11 @@
 """`unet3d memory` of any network (`--module`), and a predicted peak beside a limit (`--below`), of a config, too."""
 
-from dataclasses import replace
 import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -164,11 +164,10 @@ def explain(
     CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks come from steps
     that nothing observes. Raises UserError, and what the model raises.
     """
-    refuse_network(model)
+    _refuse(model, depth)
     device = device_of(model)
     if device.type == "meta":
         raise UserError(f"{type(model).__name__}: weights on meta have no data to measure; use unet3d.memory.predict")
-    _refuse_depth(depth)
     on_gpu = device.type == "cuda"
     policy = policy_of(amp, device.type, device.type)
     steps = MEASURED_STEPS + UNOBSERVED if on_gpu else MEASURED_STEPS
@@ -178,11 +177,11 @@ def explain(
         learner = learner_of(model, loss, optimizer, policy)
         find_schedule(model, batch.image, policy)
         meter = open_meter(model, learner.optimizer)
-        meter.ledger.layer = layer_names(model, depth)
+        meter.ledger.layer = layer_names(model, depth)  # Workspaces on a GPU are noted by layer in the steps.
         with closing(meter):
             for _ in range(steps):
                 train_step(*learner, [batch], meter.mark)
-        explanation = Explanation(network_name(model), "measured", _about(batch, policy, device.type), meter)
+        explanation = _explanation(model, "measured", batch, policy, meter, device.type)
         _ = explanation.entry  # reads the allocator's counters now
     return explanation
 
@@ -207,10 +206,9 @@ def predict(
     and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on
     values.
     """
-    refuse_network(model)
+    _refuse(model, depth)
     if "_orig_mod" in model._modules:
         raise UserError(f"{type(model).__name__}: is compiled; give the network before torch.compile")
-    _refuse_depth(depth)
     model_device = device_of(model).type
     target = device or ("cpu" if model_device == "meta" else model_device)
     if target not in ("cpu", "cuda"):
@@ -220,31 +218,38 @@ def predict(
     explained = image_explained(model, example, policy)
     with explained, no_draws, fake_mode(target) as guesses, draws_noted(guesses):
         batch = batch_of(model, example, label, None, loss is None)
-        fake = on_fake_tensors(model)
-        for module in fake.modules():
-            if isinstance(module, Recomputed):
-                schedules_of(module).device_type = target
-                schedules_of(module).is_silent = True
+        fake = on_fake_tensors(model, target)
         learner = learner_of(fake, loss, optimizer, policy)
         with failures_explained(guesses):
             find_schedule(fake, batch.image, policy)
             meter = fake_steps(learner, lambda: [batch], target)
     meter.guesses = guesses
     meter.ledger.layer = layer_names(model, depth)
-    explanation = Explanation(network_name(model), "predicted", _about(batch, policy, target), meter)
+    explanation = _explanation(model, "predicted", batch, policy, meter, target)
     if guesses:
         warnings.warn(tables.guessed(explanation.entry), stacklevel=2)
     return explanation
 
 
-def _refuse_depth(depth: int | None) -> None:
+def _refuse(model: nn.Module, depth: int | None) -> None:
+    """Raise UserError for what is no network, and for a depth that is none."""
+    refuse_network(model)
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
         raise UserError(f"depth={depth}: give the number of parts of layers' names, from 1 on")
 
 
-def _about(batch: Batch, policy: MemoryPolicy, device_type: str) -> str:
+def _explanation(
+    model: nn.Module,
+    kind: str,
+    batch: Batch,
+    policy: MemoryPolicy,
+    meter: LedgerMeter,
+    device_type: str,
+) -> Explanation:
+    """Return the account of steps that a meter has seen."""
     precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
-    return f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device_type}"
+    about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device_type}"
+    return Explanation(network_name(model), kind, about, meter)
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,11 @@ def _write_over(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def on_fake_tensors(model: nn.Module) -> nn.Module:
-    """Return a copy whose weights and buffers have shapes and no data, within `fake_mode`; other tensors are shared."""
+def on_fake_tensors(model: nn.Module, target: str) -> nn.Module:
+    """Return a copy whose weights and buffers have shapes and no data, within `fake_mode`; other tensors are shared.
+
+    What recomputes in it does so as on the `target`, "cpu" or "cuda", and is silent.
+    """
     copies: dict[int, Any] = {}
     modules = list(model.modules())
     for module in modules:
@@ -110,7 +113,12 @@ def on_fake_tensors(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         copies[id(tensor)] = fake
-    return copy.deepcopy(model, copies)
+    fake_model: nn.Module = copy.deepcopy(model, copies)
+    for module in fake_model.modules():
+        if isinstance(module, Recomputed):
+            schedules_of(module).device_type = target
+            schedules_of(module).is_silent = True
+    return fake_model
 
 
 def network_name(model: nn.Module) -> str:
