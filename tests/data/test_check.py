@@ -47,7 +47,7 @@ from unet3d.data.padding import mostly_padding, read_grids
 from unet3d.data.prepare import prepare_data
 from unet3d.data.splits import split
 from unet3d.data.validate import check_cases, summary
-from unet3d.run.fingerprint import DatasetFingerprint, fingerprint, refuse_other_data
+from unet3d.run.training_state import DatasetFingerprint, fingerprint, refuse_other_data
 
 PAGE = b"<!DOCTYPE html>" + b"not found " * 100
 
