@@ -19,7 +19,7 @@ from unet3d.config import compose
 from unet3d.config.resume_rules import refuse_changes
 from unet3d.data import prepare
 from unet3d.run import run_folder
-from unet3d.run.memory_file import MemoryFile, read_memory
+from unet3d.run.run_folder import MemoryFile, read_memory
 from unet3d.run.training_state import CheckpointManager, refuse_other_data
 from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
@@ -341,6 +341,7 @@ def test_without_a_whole_checkpoint_nothing_starts_over(copy: Path) -> None:
     assert (status(copy), (copy / "metrics.jsonl").read_bytes()) == before
 
 
+@promise("What scripts rely on", "exit code 3 ...")
 @promise("Checkpoints", "another format; parts missing ...")
 @pytest.mark.parametrize(
     "change",

@@ -20,11 +20,11 @@ from unet3d.data.components import largest_components
 from unet3d.data.labels import written_values
 from unet3d.data.volume import read_truth, read_written
 from unet3d.report import fold_tables
-from unet3d.report.case_scores import shown
 from unet3d.report.compare import not_comparable
 from unet3d.report.fold_tables import Method
 from unet3d.report.methods import TITLE as METHODS
-from unet3d.report.methods_data import listed
+from unet3d.report.methods import listed
+from unet3d.report.scores import shown
 from unet3d.run.publish import publish
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done

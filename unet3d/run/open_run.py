@@ -22,10 +22,10 @@ from unet3d.recomputing.program import Program
 from unet3d.report.loggers import Loggers, open_loggers
 from unet3d.report.terminal_logger import TerminalLogger
 from unet3d.run import run_folder
-from unet3d.run.memory_file import MemoryFile
 from unet3d.run.predict import fitted_predictor
 from unet3d.run.pretrained import PretrainedWeights
 from unet3d.run.run import Run
+from unet3d.run.run_folder import MemoryFile
 from unet3d.run.training_state import CheckpointManager, TrainingState, fingerprint, seed_per_rank
 from unet3d.run.validation import Validator, has_own_grids
 from unet3d.training import optim, switches

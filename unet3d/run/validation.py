@@ -30,9 +30,10 @@ from unet3d.data.prepare import PreparedData, Read
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.data.volume import read_label_map, read_truth, read_written
 from unet3d.memory import out_of_memory
-from unet3d.report import case_plots, case_scores
+from unet3d.report import case_plots
 from unet3d.report.loggers import Loggers
 from unet3d.report.plots import remove_picture
+from unet3d.report.scores import ROLES, chosen
 from unet3d.run.predict import save_prediction
 from unet3d.training import switches
 from unet3d.training.inference import Predictor
@@ -108,7 +109,7 @@ class Predictions:
     @property
     def pictures(self) -> list[Path]:
         """Existing pictures: of the best, the median and the worst case, or of the only one."""
-        paths = [self._picture(role) for role in ("", *case_scores.ROLES)]
+        paths = [self._picture(role) for role in ("", *ROLES)]
         return [path for path in paths if path.exists()]
 
     def clear(self) -> None:
@@ -192,7 +193,7 @@ class Predictions:
         cases = {case.id: case for case in self.data.val}
         rows = [row for row in read_csv(self.folder / "scores.csv") if row.get("case") in cases]
         shown = {}
-        for role, score in case_scores.chosen(rows or [{"case": self.data.val[0].id}]).items():
+        for role, score in chosen(rows or [{"case": self.data.val[0].id}]).items():
             rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
             if score.mean is None:
                 dice = "no class to score"
