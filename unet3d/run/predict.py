@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from unet3d import build
 from unet3d.base.errors import UserError, warn
-from unet3d.base.regions import Regions
-from unet3d.base.types import ProbabilityBlock
+from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
 from unet3d.config.schema import Config, Model
 from unet3d.data.cases import Case

@@ -16,9 +16,8 @@ from torch import nn
 from unet3d.base import progress, ranks
 from unet3d.base.errors import OutOfMemory, Preempted, UserError, is_out_of_memory, not_saved, reason, warn
 from unet3d.base.files import read_csv, read_text, write_text
-from unet3d.base.regions import Regions
 from unet3d.base.signals import Stop
-from unet3d.base.types import IGNORE
+from unet3d.base.types import IGNORE, Regions
 from unet3d.config.schema import Config, Loss
 from unet3d.config.schema import Data as Options
 from unet3d.data import sparse
@@ -29,7 +28,7 @@ from unet3d.data.patches import PreparedCase
 from unet3d.data.prepare import PreparedData, Read
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.data.volume import read_label_map, read_truth, read_written
-from unet3d.memory import out_of_memory
+from unet3d.memory import remedies
 from unet3d.report import case_plots
 from unet3d.report.loggers import Loggers
 from unet3d.report.plots import remove_picture
@@ -270,7 +269,7 @@ class Validator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            advice = out_of_memory.oom_in_validation(self.config, step, self.predictor.batch)
+            advice = remedies.oom_in_validation(self.config, step, self.predictor.batch)
             lines = [str(error).partition("\n")[0], *advice]
             raise OutOfMemory("\n".join(lines)) from None
 
