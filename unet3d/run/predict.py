@@ -21,19 +21,16 @@ from unet3d import build
 from unet3d.base.errors import UserError, warn
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import LAYOUTS, Config, Model
 from unet3d.data.cases import Case
-from unet3d.data.components import largest_components
 from unet3d.data.grids import Grid
-from unet3d.data.image_files import ImageFiles
 from unet3d.data.in_memory import ImageLike, Probabilities, are_paths, returned, temporary_case
-from unet3d.data.intensity import Intensity, normalise
+from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules
-from unet3d.data.nifti_write import save_labels, saving_scores
-from unet3d.data.restore import ProbabilityMaps, to_original
-from unet3d.data.seen import Seen
-from unet3d.data.volume import Volume, read_volume, with_values
+from unet3d.data.restore import ProbabilityMaps, largest_components, save_labels, saving_scores, to_original
+from unet3d.data.scan import ImageFiles
+from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
 from unet3d.run.predicted_files import doubtful_places_in
@@ -93,7 +90,7 @@ class Segmenter:
         return with_values(largest_components(labels, self.largest), self.values)
 
     def _read(self, case: Case) -> Volume:
-        volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
+        volume = read_volume(case._replace(label=None), LabelValues(0), self.spacing, self.rules)
         count = len(volume.image)
         expected = len(self.intensity)
         if count != expected:
@@ -191,7 +188,7 @@ def segmenter(
         spacing=config.data.spacing,
         rules=ValidationRules.of(config.data),
         affine=config.data.affine,
-        by_channel=config.data.format == "nnunet",
+        by_channel=LAYOUTS[config.data.format].get("by_channel", False),
         values=written_values(config.data, trained.label_count),
         written=written,
         largest=trained.largest,

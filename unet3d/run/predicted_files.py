@@ -21,9 +21,8 @@ from unet3d.data.cases import Case
 from unet3d.data.file_names import backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
 from unet3d.data.forms import in_one_line
 from unet3d.data.grids import contradictions, foreign_units
-from unet3d.data.hashes import file_hashes
-from unet3d.data.headers import doubtful_places
 from unet3d.data.nifti import channels, open_image, stem
+from unet3d.data.scan import doubtful_places, file_hashes
 
 RECORD = "predictions.jsonl"
 OPTIONS = ("overlap", "mirror", "components")  # that change what the same network writes
@@ -36,8 +35,8 @@ def accepted_contradictions(case: Case) -> list[str]:
     These are contradictions between its files, and lengths that are not in mm.
     """
     opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    errors = (*contradictions(case, opened), *foreign_units(case, opened))
-    return [str(error) for error in errors]
+    errors = [found.error for found in contradictions(case, opened)]
+    return [str(error) for error in (*errors, *foreign_units(case, opened))]
 
 
 def doubtful_places_in(cases: Iterable[Case]) -> list[str]:

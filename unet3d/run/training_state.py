@@ -18,8 +18,8 @@ from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Model
+from unet3d.data.intensity import Seen
 from unet3d.data.prepare import PreparedData
-from unet3d.data.seen import Seen
 from unet3d.run import run_folder
 from unet3d.run.checkpoint import Checkpoint
 from unet3d.training import checkpoint, optim
