@@ -25,12 +25,12 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import preflight
 from unet3d.memory.recompute_plan import choose_program, curve, prepared, saved, technique
-from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import validation_peak
 from unet3d.memory.technique import choose_technique
 from unet3d.recomputing import search
-from unet3d.recomputing.prepare import by_plan, retraced
-from unet3d.training.policy import PLAIN as NOTHING
+from unet3d.recomputing.plans import PLAIN as NOTHING
+from unet3d.recomputing.plans import SavedSchedule, by_plan, least_memory
+from unet3d.recomputing.prepare import retraced
 from unet3d.training.policy import MemoryPolicy
 
 SMALL = ("model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,16,24]", "batch=1")
@@ -52,7 +52,7 @@ def test_auto_goes_below_tiles_where_a_schedule_needs_less_memory(monkeypatch: p
     monkeypatch.setattr(search, "WORTH_FOR_TILES", 5.0)  # so that tiles of this small network stops before
     asked = config()
     program = prepared(asked, asked.model)
-    least = search.least_memory(program.schedules)
+    least = least_memory(program.schedules)
     assert least.peak_bytes < by_plan(program, "tiles").schedule.peak_bytes, "else there is nothing to test"
     budget = step_peak(asked, asked.model, technique(program.by(least))).peak_bytes
     asked = config("recompute=auto", f"budget={(budget + 1) / MIB:.6f}MiB")

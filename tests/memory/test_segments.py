@@ -28,7 +28,7 @@ from unet3d.memory.stage_profile import (
     partitions,
     profile_stages,
 )
-from unet3d.training.policy import Technique
+from unet3d.recomputing.plans import Technique
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages
 DEEP = ("model=unet_tiny", "amp=true", "model.norm=batch", *PLAIN)  # 6 stages

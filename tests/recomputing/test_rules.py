@@ -369,7 +369,7 @@ def test_excitations_of_two_dimensions_are_computed_from_rows(operation: Operati
     network = Between(excited, 1, CHANNELS, is_read_again=False).train()
     image = torch.randn(1, 2, *SHAPES[0])
     (group,) = Maps(trace(network, image), axis=2).whole
-    assert max(source.shape.numel() for source in (*group.sources, *group.passing)) <= CHANNELS * SHAPES[0][0]
+    assert max(source.shape.numel() for source in (*group.sources, *group.fused)) <= CHANNELS * SHAPES[0][0]
 
 
 PARTS = {

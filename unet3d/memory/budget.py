@@ -29,7 +29,7 @@ from unet3d.memory.variants import (
     resized,
     width_overrides,
 )
-from unet3d.training.policy import Technique
+from unet3d.recomputing.plans import Technique
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
 PLANS = ("lean", "tiles")  # of recompute, that are tried

@@ -23,7 +23,7 @@ from unet3d.memory.stage_profile import (
     partitions,
     profile_stages,
 )
-from unet3d.training.policy import PLAIN, Technique
+from unet3d.recomputing.plans import PLAIN, Technique
 
 SLACK = 1.11  # an estimated peak is at most this many times the simulated one
 TRIED = 3  # splits simulated for a budget, of those that recompute as much

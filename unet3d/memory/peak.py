@@ -6,7 +6,7 @@ from unet3d.config.schema import Config, Model, Optim
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.simulate import memoized, reserved_bytes, simulate, step_key
 from unet3d.memory.stage_profile import profile_stages
-from unet3d.training.policy import PLAIN, Technique
+from unet3d.recomputing.plans import PLAIN, Technique
 
 PLAIN_SGD = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes a step's update alone
 

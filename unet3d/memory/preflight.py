@@ -23,7 +23,6 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card
 from unet3d.memory.recompute_plan import saved, window_program
-from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.stage_profile import SegmentStarts
 from unet3d.memory.tables import (
@@ -38,10 +37,10 @@ from unet3d.memory.tables import (
 )
 from unet3d.memory.technique import choose_technique
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
-from unet3d.recomputing.prepare import work_line
+from unet3d.recomputing.instructions import SavedSchedule
+from unet3d.recomputing.plans import Technique, work_line
 from unet3d.recomputing.program import Program
 from unet3d.training import known_bad
-from unet3d.training.policy import Technique
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from unet3d.base.types import budget_bytes
 from unet3d.config.schema import Config, Loss, Model, Optim
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.peak import step_peak
-from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import fake_batch, fake_model, memoized, step_key
 from unet3d.memory.stage_profile import profile_stages
-from unet3d.recomputing import search
-from unet3d.recomputing.prepare import by_plan, has_larger_tiles, prepare, without_backward
+from unet3d.recomputing import plans, search
+from unet3d.recomputing.instructions import SavedSchedule
+from unet3d.recomputing.plans import PLAIN, Technique, by_plan, without_backward
+from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import compile_schedule
-from unet3d.recomputing.soundness import is_sound
+from unet3d.recomputing.schedule import compile_schedule, is_sound
 from unet3d.training import optim
-from unet3d.training.policy import PLAIN, Technique
 
 CURVE_POINTS = 8
 
@@ -100,7 +99,7 @@ def curve(config: Config, model_config: Model, dtype: torch.dtype = torch.float3
     chosen = []
     for number in range(CURVE_POINTS):
         room = most - (most - least) * number // (CURVE_POINTS - 1)
-        schedule = search.within(bearable, room)
+        schedule = plans.within(bearable, room)
         if schedule is not None and schedule not in chosen:
             chosen.append(schedule)
     points = []
@@ -178,11 +177,11 @@ def _prepare(config: Config, model: nn.Module, image: Tensor) -> Program:
 
 def _within(config: Config, model_config: Model, program: Program, budget: int) -> Technique:
     """Return a step by the schedule of least work that keeps the budget, or by that of least memory where none does."""
-    chosen = program.by(search.least_memory(program.schedules))
+    chosen = program.by(plans.least_memory(program.schedules))
     excess = _occupied(config, model_config, chosen) - budget
     room = chosen.schedule.peak_bytes - excess
     while excess <= 0:
-        schedule = search.within(program.schedules, room)
+        schedule = plans.within(program.schedules, room)
         assert schedule is not None
         candidate = program.by(schedule)
         excess_of_candidate = _occupied(config, model_config, candidate) - budget

@@ -8,9 +8,9 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.memory.recompute_plan import choose_program
-from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.simulate import simulate
-from unet3d.training.policy import Technique
+from unet3d.recomputing.instructions import SavedSchedule
+from unet3d.recomputing.plans import Technique
 
 
 def choose_technique(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.files import read_text, write_json
-from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.memory.tables import NAMES, folded
+from unet3d.recomputing.instructions import SavedSchedule
 from unet3d.run.shapes import MOST_ITEMS, fits, is_shallow
 
 NAME = "memory.json"

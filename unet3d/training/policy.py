@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +30,6 @@ from unet3d.training.stage_state import (
     rewound,
     tensor_versions,
 )
-
-
-class Technique(NamedTuple):
-    """A way to save the memory of maps: backward computes them a second time."""
-
-    segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
-    program: Program | None = None  # of recomputation by a schedule
-    window_program: Program | None = None  # that passes without gradients follow, too
-    forward_recompute_fraction: float = 0.0  # convolution FLOPs computed twice, as a share of a forward pass
-
-
-PLAIN = Technique()
 
 
 @dataclass(frozen=True)

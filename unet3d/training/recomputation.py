@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.observer import Observer
+from unet3d.recomputing.state import Observer
 
 PASSES = 2  # of a network, that are compared
 NUMBERS = 256  # that are compared of a result, at most

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.observer import only_watches
+from unet3d.recomputing.state import only_watches
 
 OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as an attribute, all else is torch's own
 COLLECTIONS = (list, tuple, set, frozenset, deque)
