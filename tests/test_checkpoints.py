@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from guards import nothing, without, yes
+from promises import promise
 
 from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved
@@ -136,6 +137,11 @@ def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Pa
     assert saved["optimizer"]["param_groups"] == again["optimizer"]["param_groups"]
 
 
+@promise(
+    "Resume",
+    "a finished run goes on for more steps, or with another rate",
+    "a line with the rate of its last step and of the next",
+)
 @pytest.mark.parametrize(
     ("words", "step", "said"),
     [
@@ -157,6 +163,7 @@ def test_a_run_that_goes_on_for_more_steps_says_what_its_rate_does(words: list[s
     assert rate_change(now, now, step) == ""
 
 
+@promise("Resume", "a finished run goes ...")
 def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, tmp_path: Path) -> None:
     saved = state.state_dict(1, 0, 0.5)
     saved["config"]["optim"]["lr"] = 4e-4
@@ -164,6 +171,11 @@ def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, t
     assert changed.startswith("optim.lr: 0.0004 -> ") and "1.6e-05 in step 1, rises to 0.000151 in step 2" in rate
 
 
+@promise(
+    "Resume",
+    "another number of threads on the CPU (`env.json` and each checkpoint have it)",
+    "a line with both numbers; the run goes on, identical up to rounding",
+)
 def test_another_number_of_threads_is_told(
     state: TrainingState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +189,7 @@ def test_another_number_of_threads_is_told(
     assert f"{threads + 2} -> {threads}" in line and f"OMP_NUM_THREADS={threads + 2}" in line
 
 
+@promise("Checkpoints", "values of wrong types ...")
 @without("unet3d.training.checkpoint.is_finite", yes, only="nan moment")
 @pytest.mark.parametrize(
     ("keys", "value", "wrong"),
@@ -213,6 +226,7 @@ def test_a_state_that_no_run_has_written_is_refused(
         state.load_state_dict(Checkpoint(tmp_path / "last.pt", saved))
 
 
+@promise("Checkpoints", "values of wrong types ...")
 @pytest.mark.parametrize("value", [torch.zeros(5056, dtype=torch.uint8), torch.full((5056,), 255, dtype=torch.uint8)])
 def test_a_random_state_that_torch_refuses_is_one_line(
     state: TrainingState, tmp_path: Path, value: torch.Tensor
@@ -236,6 +250,7 @@ def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(
         CheckpointManager(tmp_path, dict).restore(state.load_state_dict)
 
 
+@promise("Checkpoints", "values of wrong types ...")
 def test_options_of_the_optimizer_come_from_the_config(state: TrainingState, tmp_path: Path) -> None:
     saved = state.state_dict(1, 0, None)
     (group,) = saved["optimizer"]["param_groups"]

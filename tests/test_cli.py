@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from guards import nothing, unchanged, without
+from promises import promise
 from training import PLAIN, ROOT, TINY, face, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
@@ -83,6 +84,12 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
 }
 
 
+@promise(
+    "Resume",
+    "Ctrl-C in any other command, as `predict`, `memory` or `report`, also while libraries load; in `train` before "
+    "the run",
+    "one line, no trace; exit 130, of `train` 75",
+)
 @pytest.mark.parametrize("act", [ctrl_c, ctrl_c_in_an_import])
 @pytest.mark.parametrize("interrupted", INTERRUPTED)
 def test_ctrl_c_ends_each_command_in_one_line(
@@ -110,6 +117,7 @@ def fails() -> None:
     raise ImportError("cannot load module more than once per process")
 
 
+@promise("Resume", "a signal whose error ...")
 @pytest.mark.parametrize("then", [fails, progress.beat], ids=["an error", "the next border"])
 def test_a_ctrl_c_that_is_swallowed_ends_a_command_all_the_same(
     then: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -150,11 +158,17 @@ sys.exit(main())
 """
 
 
+@promise("Resume", "Ctrl-C in any other ...")
 def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
     done = run(cwd=tmp_path, code=WHILE_LOADING)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+@promise(
+    "Config",
+    "a wrong key, group, value or type, a value out of range",
+    "exit 2 before torch loads: one line with the key and the nearest name; no folder is made",
+)
 @pytest.mark.parametrize(
     "wrong", ["amp=maybe", "chkpt=2", "model=unet_smal", "data=decathlon", "ckpt=999", "amp", "--lr=0.1"]
 )
@@ -170,6 +184,8 @@ def test_a_mistake_is_one_line_and_exit_2_without_a_trace(
     assert list(tmp_path.iterdir()) == []
 
 
+@promise("what is printed and written", "names and values from ...")
+@promise("Run folders and checkpoints of strangers", "what is not printable ...")
 @pytest.mark.parametrize("project", [f"a{CODES}b", f"'a{CODES}{FOREIGN}b'"], ids=("bare", "quoted"))
 @without("unet3d.base.errors.escaped", unchanged, only="bare")
 def test_a_value_of_an_option_cannot_command_a_terminal(
@@ -192,6 +208,7 @@ def test_a_sweep_over_values_with_control_codes_shows_none(tmp_path: Path) -> No
     refuse_codes(done.out + done.err)
 
 
+@promise("Config", "a wrong key, group ...")
 def test_a_mistake_loads_neither_torch_nor_monai(tmp_path: Path) -> None:
     code = "import sys; from unet3d.cli import train; c = train.main(); print(c, {'torch', 'monai'} & {*sys.modules})"
     done = run("ckpt=-1", cwd=tmp_path, code=code)
@@ -341,6 +358,11 @@ def test_the_wandb_run_has_a_name_a_short_summary_the_cases_and_a_picture_a_vali
     assert table["data"][0][1] == float(rows[0][table["columns"][1]])
 
 
+@promise(
+    "Training",
+    "memory runs out in a step, in a validation, or elsewhere, whichever library says so",
+    "exit 5; in a step with what would need less; STATUS is written and the last checkpoint kept",
+)
 @pytest.mark.slow
 def test_memory_that_runs_out_is_one_message_with_remedies_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
     """The address space is limited for real, after the first checkpoint."""
@@ -367,6 +389,11 @@ def limit_memory() -> None:
     MemoryPolicy.forward = limited  # type: ignore[method-assign]
 
 
+@promise(
+    "Resume",
+    "`resume=` with another width, patch, seed or data",
+    "exit 2, with each option that differs; another learning rate is taken, with a line",
+)
 @without("unet3d.config.resume_rules.refuse_changes", nothing)
 def test_resume_refuses_another_network(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -402,6 +429,16 @@ def test_a_published_checkpoint_predicts_the_same_and_names_no_path(
     assert face("publish", whole, "-o", slim) == 2 and str(slim) in capsys.readouterr().err
 
 
+@promise(
+    "Prediction",
+    "images turned, anisotropic, in any orientation or resampled",
+    "label maps in each file's own shape, affine and header, as uint8, of classes alone",
+)
+@promise(
+    "Prediction",
+    "a file among others that is broken, no case, or too large for the memory; a link to itself, a pipe",
+    "the others are done; exit 2",
+)
 def test_predict_writes_label_maps_on_the_inputs_grid(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -423,6 +460,12 @@ def test_predict_writes_label_maps_on_the_inputs_grid(
     assert set(np.unique(found.dataobj)) <= {0, 1, 2, 3}
 
 
+@promise(
+    "Prediction",
+    "a label map that is there already",
+    "skipped if `predictions.jsonl` says that this network wrote it, with these options, from this image; else one "
+    "line, which names `--overwrite`",
+)
 def test_predict_replaces_a_file_only_when_asked(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,6 +499,12 @@ def errors_in(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if " in training " not in line]
 
 
+@promise(
+    "what is printed and written",
+    "names and values from data sets, checkpoints, run folders and command lines cannot command a terminal or "
+    "reorder a line: what is not printable is shown as `\\x1b`",
+)
+@promise("Run folders and checkpoints of strangers", "what is not printable ...")
 @without("unet3d.cli.predict.escaped", unchanged)
 def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -480,6 +529,11 @@ def test_names_of_files_neither_command_a_terminal_nor_end_the_work(
     assert {path.name for path in out.glob("*.nii*")} == {f"{name}.gz" for name in names}
 
 
+@promise(
+    "what is printed and written",
+    "a link that leads to itself, a pipe, or a folder that cannot be listed stops the prediction of no other file",
+)
+@promise("Prediction", "a file among others ...")
 def test_an_input_that_cannot_be_read_stops_no_other(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -506,6 +560,8 @@ def test_an_input_that_cannot_be_read_stops_no_other(
     assert [path.name for path in (tmp_path / "out").glob("*.nii*")] == ["good.nii.gz"]
 
 
+@promise("what is printed and written", "names and values from ...")
+@promise("Run folders and checkpoints of strangers", "what is not printable ...")
 @without("unet3d.training.checkpoint.escaped", unchanged)
 def test_names_in_a_checkpoint_cannot_command_a_terminal(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -524,6 +580,7 @@ def test_names_in_a_checkpoint_cannot_command_a_terminal(
         refuse_codes(printed)
 
 
+@promise("what is printed and written", "names and values from ...")
 @without("unet3d.cli.commands.escaped", unchanged)
 def test_names_in_a_data_set_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (f"a{CODES}\nb", f"c{FOREIGN}"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from guards import no, nothing, without
+from promises import promise
 from training import ROOT, TINY, face, yaml_of
 
 from unet3d.base import errors, shell
@@ -92,6 +93,7 @@ def test_the_command_that_resumes_can_be_pasted_whatever_the_folder_is_called(tm
     assert compose.compose([word]).resume == str(folder)
 
 
+@promise("Resume", "the command to go ...")
 def test_the_command_that_resumes_names_the_code_that_no_run_folder_may(killed: Path) -> None:
     parts = ["model.path=mine:small", "data.transforms=[mine:a,mine:b]", "loss.path=mine.losses:l1", "loggers=[mine:c]"]
     (killed / "config.yaml").write_text(yaml_of(*LARGE, *parts))
@@ -104,6 +106,12 @@ def test_the_command_that_resumes_names_the_code_that_no_run_folder_may(killed: 
         assert lifecycle.how_to_go_on(killed).endswith(f" resume={killed}")
 
 
+@promise(
+    "Resume",
+    "the command to go on, pasted where there is no train.py, of a run with code of its own, or with another "
+    "`python` first",
+    "it names the program and interpreter that are there, and each import path again",
+)
 def test_the_command_that_trains_is_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By train.py only where it was run, or is in the current folder."""
 
@@ -121,6 +129,7 @@ def test_the_command_that_trains_is_one_that_is_there(tmp_path: Path, monkeypatc
         assert program(typed, tmp_path) == ["-m", "unet3d", "train", "a=b c"]
 
 
+@promise("Resume", "the command to go ...")
 @pytest.mark.parametrize(("is_on_path", "name"), [(True, "python"), (False, sys.executable)])
 def test_the_command_that_trains_is_of_this_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_path: bool, name: str
@@ -158,6 +167,7 @@ def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None,
     assert "\n" not in str(caught.value)
 
 
+@promise("checkpoints and run folders", "a run is rebuilt ...")
 @pytest.mark.parametrize("content", [None, "", "a: [", "a: 1", "- experiment=../../evil"])
 def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) -> None:
     path = killed / "overrides.yaml"
@@ -165,6 +175,7 @@ def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) 
     assert len(plan.plan([f"resume={killed}"]).config.model.features) == 5
 
 
+@promise("Resume", "`resume=` with another width ...")
 @pytest.mark.parametrize(
     ("word", "option"),
     [
@@ -202,6 +213,7 @@ def test_a_word_that_names_no_option_of_the_run_is_one_line(killed: Path, word: 
     assert "\n" not in text and re.search(r"needs" if word == "optim=null" else rf"\b{option}\b", text), text
 
 
+@promise("Resume", "a run that was ...")
 @without("unet3d.cli.lifecycle.checkpoints", no)
 def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Path) -> None:
     run = plan.plan(["resume=auto", f"hydra.run.dir={killed}", "steps=999"])
@@ -214,6 +226,7 @@ def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Pat
             plan.plan(words)
 
 
+@promise("Training", "the same of a ...")
 @pytest.mark.slow
 def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Path) -> None:
     """Its experiment and its network set the same options, in one order."""
@@ -236,6 +249,11 @@ def test_a_fold_of_two_experiments_goes_on_with_the_words_that_began_it(killed: 
     assert not isinstance(jobs, plan.PlannedRun) and [job.config.data.fold for job in jobs] == [0, 1, 2, 3, 4]
 
 
+@promise(
+    "Config",
+    "a value with `${...}` from the command line or from a YAML file of one's own",
+    "refused before the run, whose files could not be read",
+)
 def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.root=\$\{oc\.env:HOME\}.*\bdata\.root=\$"):
         plan.plan(["data.root=${oc.env:HOME}"])
@@ -248,6 +266,11 @@ def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> Non
     assert [job.folder.name for job in jobs] == ["seed=0", "seed=1"]
 
 
+@promise(
+    "Config",
+    "a folder for `--config-dir`, or of a run to go on with, whose name has quotes, backslashes, brackets or `${...}`",
+    "it is that folder",
+)
 @pytest.mark.parametrize("name", ["back\\", "back\\'q", "q'uote", "a=b", "br]acket[", "${oc.env:HOME}", "\\${x}"])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
@@ -264,6 +287,7 @@ def test_a_sweep_takes_configs_by_pattern() -> None:
     assert compose.sweep(["model=glob(unet*)", "seed=1"]) == [[f"model={name}", "seed=1"] for name in names]
 
 
+@promise("Config", "a flag that does not exist", "one line that says how to write it as an option")
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
@@ -325,6 +349,11 @@ def test_the_status_of_a_run_can_be_shown_whatever_it_names(tmp_path: Path) -> N
     )
 
 
+@promise(
+    "Run folders and checkpoints of strangers",
+    "what is not printable, as control codes, in names, values and tensors; CSV cells that are formulas",
+    "shown as `\\x1b`; with an apostrophe before them",
+)
 def test_what_is_not_printable_is_escaped() -> None:
     """Marks without a width, which reorder text; code points that nobody has given a meaning."""
     assert errors.escaped("é 語\u200e\u07b7\x85\n", keep="\n") == "é 語\\u200e\\u07b7\\x85\n"

@@ -32,7 +32,7 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "-m unet3d folds": "test_cross_validation.py",
     "field_networks:": "by hand: its prediction takes a while",
     "experiment=cicek2016": "test_docs.py composes it, docs/experiments.md has its results",
-    "tests/bench/": "by hand",
+    "benchmarks/": "by hand",
     "tensorboard --logdir": "test_loggers.py reads what is written",
 }
 PAGES = [page for page, text in TEXTS.items() if re.search(r"^    .*(train\.py|-m unet3d)", text, re.MULTILINE)]

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from guards import none, nothing, without
 from omegaconf import OmegaConf
+from promises import promise
 
 from unet3d.base import files
 from unet3d.base.errors import UserError
@@ -197,6 +198,11 @@ def read(overrides: Sequence[str]) -> Config:
     return compose.from_plain(OmegaConf.to_container(values))
 
 
+@promise(
+    "Resume",
+    "one voxel left in a map that is normalised, with any norm, padding or `recompute`",
+    "refused in one line, with a patch and groups that work",
+)
 @pytest.mark.parametrize(("overrides", "advice"), ONE_VOXEL)
 def test_one_voxel_is_refused_with_advice_that_helps(overrides: tuple[str, ...], advice: list[str]) -> None:
     """Plain and with recompute alike: a step or a window would normalise one number at a time."""
@@ -216,6 +222,7 @@ def named(value: object) -> str | None:
     return " ".join(value) if isinstance(value, tuple) else "" if isinstance(value, list) else None
 
 
+@promise("Config", "options at odds; an ...")
 @pytest.mark.parametrize(("overrides", "words"), IDLE.items(), ids=named)
 @without("unet3d.config.rules.options_with", none, only="data.folds=10")
 def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], words: list[str]) -> None:
@@ -231,6 +238,17 @@ def test_what_a_group_says_is_true_of_its_options_unless_they_say_otherwise() ->
     assert FACTS["wandb.name"]["untold"] == "course"
 
 
+@promise("Config", "a wrong key, group ...")
+@promise(
+    "Config",
+    "a value with a comma where one is wanted, a decimal comma, a group of options with one value",
+    "one line that names the point, the brackets, the quotes or `-m`, and the option that is meant",
+)
+@promise(
+    "Config",
+    "a value that Hydra's grammar does not take, as a path with `=`; a number of thirty digits, a budget of thousands",
+    "one line that names the option, and how to quote it, or the largest number",
+)
 @pytest.mark.parametrize(("override", "words"), WRONG.items(), ids=named)
 @without("unet3d.config.compose.check", nothing, only="batch=0")
 def test_a_wrong_option_is_one_line(override: str, words: list[str]) -> None:
@@ -240,6 +258,7 @@ def test_a_wrong_option_is_one_line(override: str, words: list[str]) -> None:
     assert "\n" not in text and not missing(text, words), text
 
 
+@promise("Training", "weights of classes that leave nothing to learn, or are infinite", "refused")
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -278,6 +297,7 @@ def test_a_target_is_no_option(is_debugged: bool, monkeypatch: pytest.MonkeyPatc
             compose.from_plain(values)
 
 
+@promise("Config", "options at odds; an option that does nothing beside the others", "one line; one warning")
 @pytest.mark.parametrize(("overrides", "words"), CONFLICTS.items(), ids=named)
 @without("unet3d.config.compose.check", nothing, only="model.groups=3")
 def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[str]) -> None:
@@ -287,6 +307,11 @@ def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[st
     assert "\n" not in text and not missing(text, words), text
 
 
+@promise(
+    "Resume",
+    "an option that makes a resumed run another one, or that contradicts one that the run itself has",
+    "one line: the option that was given, and what the run has; no option that the program noted",
+)
 def test_a_resumed_run_names_no_option_that_was_never_given() -> None:
     """`init_names` is what the run has noted of its start; `recompute` is the run's own, and is called so."""
     given = ["model=unet_tiny", f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
@@ -305,6 +330,11 @@ def configs(group: str) -> list[str]:
     return sorted(path.stem for path in (compose.config_folder() / group).glob("*.yaml"))
 
 
+@promise(
+    "Config",
+    "a YAML file or a command of the documentation that no longer works",
+    "found by composing each of them",
+)
 @pytest.mark.parametrize("group", ["model", "data", "experiment"])
 def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
     patch = {f"cicek2016{kind}": "data.patch=[132,132,116]" for kind in ("", "_no_bn", "_2d")}
@@ -330,6 +360,11 @@ def compose_half(name: str, overrides: list[str], **named: Any) -> Any:
     return COMPOSE(name, overrides[::2], **named)
 
 
+@promise(
+    "Config",
+    "an experiment with options beside it; a config read back from its file",
+    "the command line wins; the same config",
+)
 @without("unet3d.config.compose.hydra.compose", compose_half)
 def test_the_command_line_overrides_an_experiment(tmp_path: Path) -> None:
     root = f"data.root={tmp_path}"
@@ -346,6 +381,12 @@ WORDS = (  # that Hydra or YAML take for numbers, truth values, times or nothing
 )
 
 
+@promise(
+    "Config",
+    "words that Hydra or YAML take for a number, a truth value or a time, as `1_2`, `1e3`, `on`, `12:30:00`, for an "
+    "option of type text",
+    "on a command line the word as it was written; in a YAML file or a plan one line that says to quote it",
+)
 def test_a_text_is_the_word_that_was_written(tmp_path: Path) -> None:
     """On a command line, in a list, alone and in a sweep, and in the file of a run that goes on."""
     listed = ",".join(WORDS)
@@ -368,6 +409,7 @@ def test_a_text_is_the_word_that_was_written(tmp_path: Path) -> None:
         compose.compose(["data.images=null"])
 
 
+@promise("Config", "words that Hydra or ...")
 def test_a_text_of_a_file_is_the_word_that_stands_there_or_is_refused(tmp_path: Path) -> None:
     """Also of a file that another names, and of a plan; `off` is an answer of data.cache."""
     (tmp_path / "experiment").mkdir()
@@ -399,6 +441,7 @@ def test_a_text_of_a_file_is_the_word_that_stands_there_or_is_refused(tmp_path: 
             assert re.search(r"quote (it: '|a date)", str(error)), error
 
 
+@promise("Config", "a value with a ...")
 @pytest.mark.parametrize("place", ['/x/"q"', 'it\'s "q"', "/x/(1),b", '"a" b"'])
 def test_the_quotes_that_are_advised_give_the_folder(place: str) -> None:
     with pytest.raises(UserError, match="quote it, once for Hydra and once for the shell: ") as caught:
@@ -412,6 +455,11 @@ def test_a_relative_folder_is_looked_for_where_the_line_says() -> None:
         compose.compose(["data=nnunet", "data.root=no/such"])
 
 
+@promise(
+    "Training",
+    "a project, tag or name that wandb refuses, also in its variables",
+    "one line and exit 2 before the run",
+)
 @pytest.mark.parametrize(
     ("word", "most"),
     [
@@ -432,6 +480,7 @@ def test_what_wandb_refuses_is_refused_before_a_run(word: str, most: str) -> Non
         compose.compose([word])
 
 
+@promise("Training", "a project, tag or ...")
 @without("unet3d.config.rules.WANDB_VARIABLES", {})
 def test_variables_of_wandb_are_checked_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -449,11 +498,13 @@ def test_variables_of_wandb_are_checked_unless_it_is_off(monkeypatch: pytest.Mon
         rules.check(Config())
 
 
+@promise("Config", "an experiment with options ...")
 def test_plain_values_round_trip() -> None:
     config = compose.compose(["model=forum_large", "seed=7", "optim=sgd"])
     assert compose.from_plain(compose.to_plain(config)) == config
 
 
+@promise("Config", "`_target_` in a config ...")
 @without("unet3d.config.compose.check", nothing)
 def test_a_checkpoints_config_is_checked_and_cannot_add_keys() -> None:
     plain = compose.to_plain(Config())
@@ -473,6 +524,7 @@ def test_a_run_without_an_option_of_a_newer_version_can_resume() -> None:
         resume_rules.refuse_changes(before, now)
 
 
+@promise("Config", "a value with a ...")
 @pytest.mark.parametrize(
     ("word", "meant"),
     [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from guards import no, without
+from promises import promise
 from scipy import ndimage
 from training import TINY, face, records, train
 
@@ -159,6 +160,7 @@ def test_one_file_has_all_folds_and_removes_what_was_decided(
         assert float(rows["phantom_000"]["dice/organ"]) == pytest.approx(expected)
 
 
+@promise("checkpoints and run folders", "post-processing in a file is numbers of its classes, and nothing else")
 @pytest.mark.slow
 @without("unet3d.run.checkpoint._refuse_contradictions", no, only="background")
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""README and docs: commands and code that are shown run, links lead somewhere, tests that are named exist."""
+"""README and docs: commands and code that are shown run, links lead somewhere, rows are those of tests."""
 
 import json
 import os
@@ -15,11 +15,12 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import promises
 import pytest
 import yaml
 from bench import docs_outputs
 from guards import no, without
-from pages import check_named_tests, missing_tests, named_tests
+from promises import promise
 from training import PLAIN, TINY
 
 import unet3d
@@ -72,6 +73,7 @@ def compose_jobs(words: list[str], folder: Path, skips: bool = False) -> None:
         raise refusals[0]
 
 
+@promise("Config", "a YAML file or ...")
 @pytest.mark.slow
 @without("unet3d.config.rules.stages", no)
 def test_training_commands_compose(tmp_path: Path) -> None:
@@ -82,6 +84,7 @@ def test_training_commands_compose(tmp_path: Path) -> None:
             compose_jobs(words, tmp_path)
 
 
+@promise("Config", "a YAML file or ...")
 @pytest.mark.slow
 def test_other_commands_parse(tmp_path: Path) -> None:
     found = [words for words in commands() if words[2:3] == ["unet3d"]]
@@ -146,14 +149,8 @@ def test_what_contributing_names_is_in_its_room() -> None:
             assert re.search(rf"^(def|class) {name}\b", code, re.MULTILINE), (name, row)
 
 
-def test_every_fault_names_tests_that_exist() -> None:
-    assert named_tests("docs/faults.md")
-    check_named_tests("docs/faults.md")
-
-
-def test_the_list_of_uses_names_tests_that_exist() -> None:
-    assert len(named_tests("docs/recompute.md")) > 20
-    assert not missing_tests("docs/recompute.md")
+def test_the_pages_have_the_promises_that_tests_are_marked_with() -> None:
+    assert promises.outdated() == [], "run: python tests/promises.py --write"
 
 
 def make_small(code: str, *changes: tuple[str, str]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from guards import none, without
+from promises import promise
 from training import TINY, Ended, at_step, call, numbers, records, same, send, status, train, weights
 
 from unet3d.base.errors import UserError
@@ -71,6 +72,12 @@ def trained(run: Path) -> list[dict]:
     return [record for record in records(run) if "train/loss" in record]
 
 
+@promise(
+    "Resume",
+    "SIGKILL at any step, in mid-epoch, then `resume=`",
+    "weights and records are bit-identical to those of a run that nothing interrupted (on the CPU, or with "
+    "`deterministic=true`), with fp16, dropout, checkpointing and other `workers`, and as many threads",
+)
 @pytest.mark.slow
 def test_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, killed: Path, whole: Path) -> None:
     """Mid-epoch, with other workers; the lock of a killed run does not live on in its workers."""
@@ -104,6 +111,11 @@ def test_the_first_step_of_another_device_or_other_segments_is_not_kept(
         assert memory.contents()["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
 
 
+@promise(
+    "Resume",
+    "random state, loss scale or optimizer state is lost from a checkpoint",
+    "the result differs, so the tests above would notice",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["rng", "scaler", "optimizer"])
 def test_each_part_of_a_checkpoint_matters(part: str, copy: Path, whole: Path) -> None:
@@ -137,6 +149,7 @@ def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
     assert contents(copy) == before and status(copy) == "running\n"
 
 
+@promise("Resume", "`resume=` with another width ...")
 @without("unet3d.config.resume_rules.options_with", none)
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
@@ -154,6 +167,7 @@ def test_another_network_is_refused_and_another_rate_is_reported() -> None:
         )
 
 
+@promise("Resume", "images or labels that ...")
 def test_other_cases_are_another_run(copy: Path, place: Path, tmp_path: Path) -> None:
     """Else a training case would be scored, without a word."""
     ids = sorted(path.name.removesuffix(".nii.gz") for path in (place / "phantom").glob("*/imagesTr/*.nii.gz"))
@@ -166,6 +180,11 @@ def test_other_cases_are_another_run(copy: Path, place: Path, tmp_path: Path) ->
     assert f"{known} -> {others}" in done.err
 
 
+@promise(
+    "Resume",
+    "images or labels that changed since the run began, labels that were swapped, other held-out cases",
+    "refused with the cases; where only a sample was compared, a warning",
+)
 @pytest.mark.slow
 def test_labels_that_were_swapped_are_another_run(copy: Path, place: Path, whole: Path, tmp_path: Path) -> None:
     """Files that are made again or moved, of the same bytes, are not; nor is another way to compare them."""
@@ -193,6 +212,7 @@ def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     assert plan.resumed_config(copy, compose.compose_tree([])).steps == 4
 
 
+@promise("Resume", "another number of data workers, checkpointing on or off", "the same batches, weights and records")
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", ["workers=2", pytest.param("ckpt=0", marks=pytest.mark.slow)])
 def test_one_seed_is_one_run_whatever_the_workers_and_checkpointing(
@@ -219,6 +239,7 @@ def test_a_run_stopped_before_its_last_validation_still_reports_what_it_measured
     assert peaks[0] == peaks[1] and len(peaks[0]) == 1
 
 
+@promise("Resume", "`resume=` of a run that is done", '"nothing to do", exit 0; its files stay as they are')
 @pytest.mark.slow
 def test_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
     before = contents(whole)
@@ -237,6 +258,11 @@ def die_saving(number: int) -> None:
     call(CheckpointManager, "save_last", number, functools.partial(send, KILL))
 
 
+@promise(
+    "Resume",
+    "a kill beside a save, or within the last validation",
+    "no validation is lost or recorded twice, and no step is lost",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "number", "step"),
@@ -256,6 +282,7 @@ def test_killed_beside_a_save_no_validation_is_lost_or_recorded_twice(
     assert (copy / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
 
 
+@promise("Resume", "a kill beside a ...")
 def test_records_of_a_repeated_validation_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = ['{"step": 3, "train/loss": 1}', '{"step": 3, "val/dice_mean": 1}', '{"step": 4, "train/loss": 1}']
@@ -265,6 +292,7 @@ def test_records_of_a_repeated_validation_are_dropped(tmp_path: Path) -> None:
         assert path.read_text().splitlines() == kept
 
 
+@promise("Resume", "a kill after the last step", "the resumed run writes what is missing")
 @pytest.mark.slow
 def test_a_run_killed_after_its_last_step_is_finished(copy: Path, whole: Path) -> None:
     assert resume(copy, hook=die_finishing).code == -KILL
@@ -279,6 +307,7 @@ def die_finishing() -> None:
     call(Predictions, "complete", 1, functools.partial(send, KILL))
 
 
+@promise("Checkpoints", "a file cut to ...")
 @pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(copy: Path, whole: Path) -> None:
     """The records are cut to the checkpoint that was used, and what killed saves left is removed."""
@@ -294,6 +323,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(copy: Path, whole: Pat
     assert same(copy, whole)
 
 
+@promise("Checkpoints", "a file cut to ...")
 def test_the_whole_checkpoint_outlives_the_save_after_the_damaged_one(copy: Path) -> None:
     last, previous = (copy / "checkpoints" / name for name in ("last.pt", "previous.pt"))
     cut(last)
@@ -301,6 +331,7 @@ def test_the_whole_checkpoint_outlives_the_save_after_the_damaged_one(copy: Path
     assert [checkpoint.load_checkpoint(path)["step"] for path in (last, previous)] == [4, 2]
 
 
+@promise("Checkpoints", "a file cut to ...")
 def test_without_a_whole_checkpoint_nothing_starts_over(copy: Path) -> None:
     for path in (copy / "checkpoints").iterdir():
         path.write_bytes(b"")
@@ -311,6 +342,7 @@ def test_without_a_whole_checkpoint_nothing_starts_over(copy: Path) -> None:
     assert (status(copy), (copy / "metrics.jsonl").read_bytes()) == before
 
 
+@promise("Checkpoints", "another format; parts missing ...")
 @pytest.mark.parametrize(
     "change",
     [
@@ -326,6 +358,11 @@ def test_a_checkpoint_that_does_not_fit_is_exit_3_and_no_other_is_taken(change: 
     assert "Traceback" not in done.err and "last.pt: " in done.err
 
 
+@promise(
+    "Resume",
+    "a run that was killed, or lost a data worker, before its first checkpoint, then the same command",
+    "it starts over; a run with a result, or perhaps alive, is not touched",
+)
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_over(place: Path, whole: Path) -> None:
     early = place / "early"
@@ -339,6 +376,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(place: Path, whole
     assert same(early / "run", whole)
 
 
+@promise("Resume", "a run that was ...")
 @pytest.mark.slow
 def test_a_job_that_may_have_begun_begins_or_goes_on(place: Path, whole: Path) -> None:
     """The same command each time: after a data worker that was killed early, and after a kill."""
@@ -356,6 +394,7 @@ def test_a_job_that_may_have_begun_begins_or_goes_on(place: Path, whole: Path) -
 KILLED = (f"failed: {lifecycle.describe_exit(137)}", 137)
 
 
+@promise("Resume", "a run that was ...")
 @without("unet3d.cli.lifecycle.RUNNING", "other\n", only="killed before its end")
 @without("unet3d.cli.lifecycle.CUT_SHORT", ("",), only="own error")
 @pytest.mark.parametrize(

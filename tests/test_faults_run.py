@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from guards import no, nothing, without
+from promises import promise
 from torch.utils.data import _utils as loader_parts
 from training import (
     ROOT,
@@ -80,6 +81,11 @@ def whole(place: Path) -> Path:
     return place / "whole" / "run"
 
 
+@promise(
+    "Resume",
+    "SIGTERM, SIGUSR1, SIGINT or SIGHUP, to the process or its group, in a step, a validation or a save",
+    "exit 75; the step is finished and saved, all records are there, and the run goes on exactly",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "count", "number", "to_group", "step"),
@@ -108,6 +114,7 @@ def test_a_signal_ends_the_run_where_it_is_and_the_run_goes_on_from_there(
     assert resumed.code == 0 and same(folder, whole), resumed.err
 
 
+@promise("Training", "memory runs out in ...")
 def test_memory_that_runs_out_in_a_validation_is_not_reported_as_a_steps(tmp_path: Path) -> None:
     """Neither ckpt nor batch would change anything there."""
     done = train(tmp_path, *RUN, f"data.root={tmp_path / 'phantom'}", hook=out_of_memory_in_validation)
@@ -130,6 +137,7 @@ def ask_once(stop: signals.Stop, number: int, _: FrameType | None) -> None:
     stop.asked = signal.Signals(number)
 
 
+@promise("Resume", "a second SIGINT", "exit 130 at once; the last checkpoint is whole")
 @without("unet3d.base.signals.Stop.handle", ask_once)
 def test_a_second_interrupt_ends_the_run_at_once(place: Path, tmp_path: Path) -> None:
     done = train(tmp_path, *RUN, f"data.root={place / 'phantom'}", hook=interrupted_twice)
@@ -157,6 +165,7 @@ def always_deferred() -> Iterator[signals.Stop]:
         yield stop
 
 
+@promise("Resume", "SIGTERM, SIGUSR1, SIGINT or ...")
 @without("unet3d.base.signals.stopping", always_deferred)
 def test_before_the_first_step_there_is_nothing_to_wait_for(place: Path) -> None:
     done = train(place / "early", *RUN, hook=functools.partial(signalled, "data", 1, signal.SIGTERM))
@@ -182,6 +191,11 @@ def alive(mark: str) -> list[int]:
     return found
 
 
+@promise(
+    "Resume",
+    "a signal while data workers and wandb's process run, or while a worker hangs",
+    "none of them outlives the run",
+)
 @pytest.mark.slow
 def test_neither_data_workers_nor_wandbs_process_outlive_the_run(tmp_path: Path) -> None:
     hook = functools.partial(marked, str(tmp_path))
@@ -205,11 +219,13 @@ def hung_worker() -> None:
     signalled("step", 2, signal.SIGTERM)
 
 
+@promise("Resume", "a signal while data ...")
 def test_a_worker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
     done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=hung_worker)
     assert done.code == 75, done.err
 
 
+@promise("Resume", "a signal while data ...")
 @without("unet3d.base.signals.ignore", nothing)
 def test_workers_leave_signals_to_the_run() -> None:
     config = Config(data=Data(patch=[8, 8, 8]), batch=1, workers=1)
@@ -313,6 +329,12 @@ def one_picture() -> None:
     plots.save_picture(plots.blank(1, 1), Path("unused.png"))
 
 
+@promise(
+    "Resume",
+    "a signal whose error Python or a library swallows: in a weakref's callback, a `__del__`, a generator that is "
+    "released",
+    "exit 75 (Ctrl-C in other commands: 130) at the next case, picture or phase; a further signal raises again",
+)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("way", ["weakref", "del", "generator", "library"])
 @pytest.mark.parametrize("border", [one_window, one_case, one_picture, progress.beat])
@@ -326,6 +348,7 @@ def test_a_signal_that_python_swallows_ends_the_work_at_the_next_border(way: str
     one_window()  # nobody waits for a signal any more
 
 
+@promise("Resume", "a signal whose error ...")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("way", ["weakref", "del", "generator", "library"])
 def test_a_further_signal_raises_again_but_not_while_the_first_is_under_way(way: str) -> None:
@@ -363,6 +386,7 @@ def lost_in_prediction() -> None:
     call(preflight, "preflight", 1, swallow)
 
 
+@promise("Resume", "a signal whose error ...")
 def test_a_signal_that_the_memory_prediction_swallows_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     done = train(tmp_path, *TINY, "hydra.run.dir=run", hook=lost_in_prediction)
     assert done.code == exit_code(tmp_path / "run") == 75 and "SIGTERM" in done.err, done.err
@@ -456,6 +480,11 @@ def held(other: Connection) -> None:
     call(trainer, "train_step", 3, wait)
 
 
+@promise(
+    "Resume",
+    "two processes for one folder; two runs started in the same second",
+    "the second exits 2 and the first is unharmed; two folders",
+)
 @pytest.mark.slow
 def test_a_folder_in_use_is_refused_and_its_run_unharmed(place: Path, whole: Path) -> None:
     here, there = SERVER.Pipe()
@@ -470,6 +499,7 @@ def test_a_folder_in_use_is_refused_and_its_run_unharmed(place: Path, whole: Pat
     assert Ended(*first).code == 0 and same(folder, whole)
 
 
+@promise("Resume", "two processes for one ...")
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
     words = [*TINY, "dry_run=true", "hydra.sweep.dir=x"]
     running = [start(tmp_path / name, *words, hook=stopped_clock) for name in "ab"]
@@ -500,6 +530,11 @@ def poisoned(step: int, amp: bool) -> None:
     trainer.train_step = poison  # type: ignore[assignment]
 
 
+@promise(
+    "Training",
+    "a loss or gradient that is NaN or infinite, in float32, bf16 or fp16",
+    "exit 4 before the update; no weight has changed, and the batch is kept",
+)
 @pytest.mark.parametrize(
     "precision",
     [
@@ -524,6 +559,7 @@ def test_a_poisoned_batch_is_kept_and_changes_no_weight(precision: list[str], tm
     assert all(value.isfinite().all() for value in weights(folder).values())
 
 
+@promise("Resume", "a kill beside a ...")
 def test_a_run_killed_in_its_last_validation_has_lost_no_step(place: Path) -> None:
     """`test_faults_resume.py` goes on from there."""
     folder = place / "killed" / "run"
@@ -549,6 +585,11 @@ def no_room_for_wandb() -> None:
     Path("run", "wandb").touch()
 
 
+@promise(
+    "Training",
+    "wandb without network or key, broken, killed, without a folder, or disabled",
+    "the run finishes with one warning and every record; it waits at most 20 seconds",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "tokens"),
@@ -573,6 +614,11 @@ def closed() -> None:
     os.close(1), os.close(2)
 
 
+@promise(
+    "Training",
+    "output that is closed, not read, narrow, ASCII alone, or ends in `head`",
+    "the run finishes, without control codes in its output",
+)
 @pytest.mark.parametrize("hook", [closed, in_ascii])
 def test_a_run_needs_no_reader(hook: Callable[[], None], tmp_path: Path) -> None:
     done = train(tmp_path, *TINY, "steps=2", "eval_every=0", "hydra.run.dir=run", hook=hook)
@@ -591,6 +637,7 @@ def to_pipe(writer: Connection) -> None:
     writer.close()
 
 
+@promise("Training", "output that is closed ...")
 @without("unet3d.cli.process.install_safe_streams", nothing)
 def test_the_reader_of_the_first_line_may_leave(tmp_path: Path) -> None:
     """`train.py 2>&1 | head -1`."""
@@ -634,6 +681,11 @@ def wall_clock() -> float:
     return time.time()
 
 
+@promise(
+    "Training",
+    "the clock jumps, the time zone changes, the current folder is elsewhere",
+    "the same run; nothing is written beside the sources",
+)
 @without("unet3d.training.trainer.time.perf_counter", wall_clock)
 def test_the_clock_does_not_matter_and_nothing_is_written_beside_the_sources(
     place: Path, whole: Path, tmp_path: Path
@@ -651,6 +703,7 @@ def sources() -> set[tuple[Path, int]]:
     return {(path, path.stat().st_mtime_ns) for path in found if path.is_file()}
 
 
+@promise("Training", "other code of one's own that exits the program", "exit 1, not its code; STATUS says so")
 def test_code_of_ones_own_that_exits_does_not_end_the_run_with_its_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -662,6 +715,7 @@ def test_code_of_ones_own_that_exits_does_not_end_the_run_with_its_code(
     assert "SystemExit" in capsys.readouterr().err
 
 
+@promise("Training", "memory runs out in ...")
 @without("unet3d.base.errors.is_out_of_memory", no, only="MemoryError")
 @pytest.mark.parametrize(
     ("error", "code", "cause"),

@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from guards import nothing, without
+from promises import promise
 
 from unet3d.base import files
 
@@ -41,6 +42,12 @@ def temporary(folder: Path) -> list[Path]:
     return [*folder.glob(".*.tmp")]
 
 
+@promise(
+    "Prediction",
+    "SIGKILL while a command writes a file, `predict` its probabilities, for example",
+    "its unfinished `.HEX.tmp` is removed by the next command that writes to that folder, and what a living process "
+    "writes is left alone (by a lock on it: where a disk has none, it stays)",
+)
 @without("unet3d.base.files.hold", nothing)
 @without("unet3d.base.files.remove_unheld", nothing)
 def test_what_a_killed_command_was_writing_is_removed_by_the_next_that_writes_there(
@@ -57,6 +64,7 @@ def test_what_a_killed_command_was_writing_is_removed_by_the_next_that_writes_th
     assert {path.name for path in temporary(tmp_path)} == {*mine}, "names that this package does not draw"
 
 
+@promise("Prediction", "SIGKILL while a command ...")
 def test_a_link_under_a_temporary_name_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").touch()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+from promises import promise
 from training import TINY, face, fill
 
 from unet3d.cli import memory_of_config
@@ -54,6 +55,11 @@ def nothing_beside(_: MemoryEstimate) -> dict:
     return {}
 
 
+@promise(
+    "Disk and limits",
+    "it is full, or a file may not grow, as `publish`, `predict`, `score`, `compare`, `memory` or `report` writes",
+    "exit 2 with one line that names the file; nothing is half written, and what was there stays",
+)
 @pytest.mark.parametrize(("name", "room"), [(name, room) for name, rooms in ROOM.items() for room in rooms])
 def test_a_command_on_a_full_disk_is_one_line_and_leaves_nothing_half_written(
     name: str,
@@ -82,6 +88,7 @@ def test_a_command_on_a_full_disk_is_one_line_and_leaves_nothing_half_written(
     assert name != "predict" or len([*small_disk.rglob("*.nii.gz")]) == 2, "no map that was cut short is left alone"
 
 
+@promise("Disk and limits", "it is full, or ...")
 @pytest.mark.parametrize("name", [*ROOM])
 def test_a_file_that_may_not_grow_is_one_line_that_names_it(
     name: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from guards import nothing, without
+from promises import promise
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
@@ -43,6 +44,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 NO_END_OF_FILE = tuple(kind for kind in nifti.READ_ERRORS if kind is not EOFError)
 
 
+@promise(
+    "data sets",
+    "files damaged at random give an error line or are harmless, open nothing outside and take no memory",
+)
 @without("unet3d.data.nifti.READ_ERRORS", NO_END_OF_FILE)
 def test_damage_is_refused_or_harmless(tmp_path: Path, watch: fuzz.Watch) -> None:
     found = [fuzz.trial(number, 0, tmp_path / "trial", watch)[:2] for number in range(45)]
@@ -76,6 +81,11 @@ def run_trials(place: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, count: int)
     return [fuzz.trial(1000 * fuzz.DRAWN * n + 3, 0, place / "trial", watch, sound)[:2] for n in range(count)]
 
 
+@promise(
+    "Run folders and checkpoints of strangers",
+    "any file of a run folder damaged at random",
+    "refused or harmless",
+)
 @pytest.mark.slow
 def test_a_damaged_run_folder_is_refused_or_harmless(
     tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, monkeypatch: pytest.MonkeyPatch

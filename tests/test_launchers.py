@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from jobs import SITE, sweep_of
+from promises import promise
 from slurm import one_node
 from training import ROOT, TINY, records, status, train
 
@@ -60,6 +61,12 @@ def check_requeued(done: CompletedProcess[str], folder: Path, name: str) -> None
     assert name in said
 
 
+@promise(
+    "Training",
+    "the same of a sweep that joblib or submitit runs; a job gets SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler",
+    "each job's STATUS says how it ended, and the parent makes the table and the exit code of them; a requeued job "
+    "goes on in its folder",
+)
 @pytest.mark.slow
 @installed("joblib")
 def test_joblib_runs_every_job_whatever_becomes_of_one(tmp_path: Path) -> None:
@@ -71,6 +78,7 @@ def test_joblib_runs_every_job_whatever_becomes_of_one(tmp_path: Path) -> None:
     check_jobs(swept(place, *words, job="meets_another"), place / "sweep", codes=(2, 2, 0))
 
 
+@promise("Training", "the same of a ...")
 @installed("submitit")
 @pytest.mark.slow
 def test_submitit_runs_every_job_and_one_that_it_requeues_goes_on_in_its_folder(tmp_path: Path) -> None:
@@ -125,6 +133,7 @@ def test_a_job_script_that_slurm_signals_and_requeues_is_completed_in_its_folder
     assert [record["step"] for record in records(tmp_path / "run") if "train/loss" in record] == [1, 2, 3, 4]
 
 
+@promise("Training", "the same of a ...")
 @pytest.mark.slow
 @installed("joblib")
 @pytest.mark.parametrize("jobs", ["seed=0", "seed=0,1,2"], ids=["an idle process", "more jobs than processes"])
@@ -142,6 +151,7 @@ def test_a_sweep_that_is_stopped_ends_its_jobs_in_good_order_and_begins_no_other
         assert text.startswith("stopped") and "SIGTERM" in text and "resume=" not in text
 
 
+@promise("Training", "a launcher that is ...")
 @without("unet3d.cli.lifecycle.refuse_used", nothing)
 def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -155,6 +165,7 @@ def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert [job.overrides for job in jobs] == [[*TINY, f"seed={number}"] for number in range(2)]
 
 
+@promise("Training", "the same of a ...")
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["-m"]], ids=["as it was begun", "-m"])
 def test_the_sweep_of_an_experiment_goes_on_with_all_its_jobs(flags: list[str], tmp_path: Path) -> None:
@@ -184,6 +195,12 @@ def test_a_sweep_that_cannot_be_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@promise(
+    "Training",
+    "a launcher that is not installed, or refuses the jobs; a job that is lost with its process or never begins; a "
+    "sweep's folder that holds runs",
+    "one line and no table; a row and exit 1; refused, unless `resume=auto` asks to go on",
+)
 @pytest.mark.parametrize(
     ("launcher", "package"),
     [("joblib", "joblib"), ("submitit_local", "submitit"), ("submitit_slurm", "submitit"), ("slurm", "submitit")],
@@ -205,6 +222,7 @@ def without_plugins() -> None:
         launchers.pop(f"{name}.yaml", None)
 
 
+@promise("Training", "a launcher that is ...")
 @pytest.mark.slow
 def test_a_job_that_never_began_is_a_row_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -233,6 +251,7 @@ def test_a_job_that_never_began_is_a_row_that_says_so(
     assert [line.partition(": ")[0] for line in lines] == [str(job.folder) for job in jobs[1:3]]
 
 
+@promise("Training", "a launcher that is ...")
 def test_a_launcher_that_fails_is_one_line_and_leaves_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from guards import no, without
+from promises import promise
 from training import ROOT, TINY, face, status
 from training import train as fork
 
@@ -49,6 +50,7 @@ def test_threads_let_other_programs_have_the_cores_unless_the_environment_says_h
     assert done.stdout == f"{wanted} False\n", done.stderr
 
 
+@promise("Training", "too few open files (`ulimit -n`)", "exit 2; the line names the limit")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_few_open_files_are_one_line_that_names_the_limit(tmp_path: Path, workers: int) -> None:
     done = fork(tmp_path, *TINY, f"workers={workers}", "hydra.run.dir=run", hook=few_files)
@@ -68,6 +70,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+@promise("Training", "too few open files ...")
 @without("unet3d.base.errors.is_out_of_files", no)
 def test_open_files_that_run_out_elsewhere_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -81,6 +84,11 @@ def test_open_files_that_run_out_elsewhere_are_named(
     assert error.startswith("error: ") and "ulimit -n" in error and error.count("\n") == 1
 
 
+@promise(
+    "Training",
+    "too little shared memory for data workers, as in a container",
+    "exit 2 before they start, exit 1 later; the line names /dev/shm and what to do",
+)
 def test_shared_memory_that_is_too_small_is_refused_before_workers_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -127,6 +135,7 @@ def test_auto_starts_fewer_workers_where_shared_memory_has_no_room_for_all(
         next(loader.batches(None, ["a"], compose.compose([*words, "workers=8"])))
 
 
+@promise("Training", "too little shared memory ...")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
 @pytest.mark.parametrize("size", ["16k", "1m"])
 def test_a_run_in_a_container_with_little_shared_memory_is_one_line(tmp_path: Path, size: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from guards import none, without
+from promises import promise
 from training import PLAIN, ROOT, TINY, face, records, status
 from training import train as fork
 
@@ -169,6 +170,7 @@ def test_a_run_uses_the_parts(place: Path) -> None:
     assert {*state["model"]} == {f"{layer}.{kind}" for layer in ("first", "last") for kind in ("weight", "bias")}
 
 
+@promise("checkpoints and run folders", "code is imported only ...")
 @pytest.mark.slow
 @without("unet3d.config.resume_rules.options_with", none)
 def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, tmp_path: Path) -> None:
@@ -267,6 +269,12 @@ def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
     assert len([line for line in error.splitlines() if "model.features" not in line]) == 1
 
 
+@promise(
+    "Training",
+    "a network of one's own that returns no logits of the image's size, has nothing to learn, or is lazy; a loss "
+    "that is no number or has no gradient; a part that cannot be called as it is",
+    "exit 2 before the run; the line names the option, the part and what it is to return",
+)
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -295,6 +303,7 @@ def test_a_part_that_does_not_suit_is_one_line_before_a_run(here: Path, word: st
     assert line.startswith(word.replace("[", "").replace("]", "")) and said in line and "\n" not in line, line
 
 
+@promise("Training", "a network of one's ...")
 @pytest.mark.parametrize("name", ["half", "more", "several"])
 def test_a_network_that_does_not_suit_predicts_nothing(here: Path, name: str) -> None:
     """In evaluation it may return something else than in training."""
@@ -304,6 +313,7 @@ def test_a_network_that_does_not_suit_predicts_nothing(here: Path, name: str) ->
         found.probabilities(torch.zeros(1, 9, 9, 9))
 
 
+@promise("Training", "a transform of one's ...")
 def test_a_transform_that_changes_sizes_is_refused(place: Path) -> None:
     done = fork(place, *TINY, "data.transforms=[own_parts:shrink]", "hydra.run.dir=shrunk")
     assert done.code == 2 and "data.transforms" in done.err and "shrink" in done.err

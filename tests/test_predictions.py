@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from nibabel.orientations import apply_orientation
+from promises import promise
 from scipy import ndimage
 from torch import Tensor
 from training import TINY, call, face, forked, records, send, status, train
@@ -178,6 +179,11 @@ def test_label_maps_are_those_that_predict_makes_of_the_last_checkpoint(
     assert {path.name: path.read_bytes() for path in (tmp_path / "made").glob("*.nii*")} == found
 
 
+@promise(
+    "Prediction",
+    "scores of resampled volumes taken for those of the files",
+    "the last label maps are scored on the files' own grids, first; those on the network's grid are named so",
+)
 @pytest.mark.slow
 def test_scores_are_of_the_label_maps_as_they_lie_in_files_and_then_on_the_networks_grid(
     place: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -208,6 +214,7 @@ def test_scores_are_of_the_label_maps_as_they_lie_in_files_and_then_on_the_netwo
     assert not [key for key in from_csv((whole / "scores.csv").read_text())[0] if "network" in key], "there is one"
 
 
+@promise("Resume", "a kill after the ...")
 @pytest.mark.slow
 @pytest.mark.parametrize(("act", "code"), [(kill, -signal.SIGKILL), (stop, 75)])
 def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
@@ -223,6 +230,7 @@ def test_a_run_ended_within_its_last_validation_makes_all_of_it_again(
     assert times(place / "ended", "second")[0] == 2
 
 
+@promise("Disk and limits", "it is full as ...")
 @pytest.mark.slow
 def test_a_disk_that_is_full_as_label_maps_are_written_is_one_line_and_loses_no_score(place: Path, whole: Path) -> None:
     """A run that is resumed makes the map that is missing, and the pictures."""
@@ -248,6 +256,7 @@ def test_memory_that_runs_out_as_a_label_map_is_made_loses_no_score(place: Path,
     assert (folder / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes() and len(maps(folder)) == 1
 
 
+@promise("Resume", "a kill after the ...")
 @pytest.mark.slow
 def test_a_run_killed_in_its_picture_draws_from_its_label_maps(place: Path, whole: Path) -> None:
     done = train(place / "undrawn", *RUN, hook=die_drawing)
@@ -318,6 +327,7 @@ def test_no_strip_is_in_memory_while_a_case_is_scored(hd95: bool, monkeypatch: p
     assert found == [[*[None] * 2 * n, 64] for n in (1, 2, 3)], "all voxels are of class 1"
 
 
+@promise("Prediction", "a volume whose probabilities ...")
 def test_what_ends_a_prediction_early_leaves_no_score_though_it_ended_while_strips_were_kept() -> None:
     def keep(_: Case, strips: ArgmaxCollector) -> None:
         with suppress(MemoryError):
@@ -404,6 +414,11 @@ def written(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.nii*")}
 
 
+@promise(
+    "Prediction",
+    "a shard that is killed and started again; files in another order; a part that there is not",
+    "what is missing is written, a label map after its probabilities; the same cases; one line",
+)
 @pytest.mark.slow
 def test_shards_are_disjoint_and_complete_and_one_that_was_killed_writes_what_is_missing(
     whole: Path, scans: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -435,6 +450,7 @@ def files_of(name: str) -> tuple[str, str]:
     return name, name.replace(".nii.gz", "_probabilities.nii")
 
 
+@promise("Prediction", "a shard that is ...")
 def test_a_shard_is_the_same_cases_in_whatever_order_the_files_are_named(scans: list[Path]) -> None:
     """Channels of a case are never parted."""
     for inputs in (scans, scans[::-1]):
@@ -468,6 +484,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return printed.err
 
 
+@promise(
+    "what is printed and written",
+    "a label map is neither skipped nor replaced on the word of its name: `predictions.jsonl`, plain lines of which "
+    "damaged ones count for nothing, has to say that this network wrote these bytes from this image",
+)
+@promise("Prediction", "a label map that ...")
 def test_label_maps_of_others_are_neither_skipped_nor_replaced(
     whole: Path, scans: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -503,6 +525,7 @@ def test_label_maps_of_others_are_neither_skipped_nor_replaced(
     assert "a_probabilities.nii" in refusal(capsys, last, path, "-o", out, "--probabilities")
 
 
+@promise("Prediction", "a label map that ...")
 def test_a_network_killed_as_it_replaced_another_s_label_maps_goes_on_with_them(
     whole: Path, scans: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -526,6 +549,7 @@ def test_a_network_killed_as_it_replaced_another_s_label_maps_goes_on_with_them(
     }
 
 
+@promise("Prediction", "a shard that is ...")
 @pytest.mark.parametrize("shard", ["3/3", "a/b", "0/0", "1", "-1/2", "1/2/3", "", "²/3", "0/" + "9" * 5000])
 def test_a_shard_that_is_no_part_is_one_line(shard: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert face("predict", "no.pt", "in", "-o", "out", f"--shard={shard}") == 2

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from guards import nothing, without
+from promises import promise
 from ranked import train_ranks
 from training import TINY, train
 
@@ -174,6 +175,11 @@ def test_what_is_for_a_start_is_refused_without_one(word: str) -> None:
         compose.compose([*TINY, word])
 
 
+@promise(
+    "Resume",
+    "several ranks begin with a network that one trained with `compile` or `channels_last`",
+    "how it was trained does not matter",
+)
 def test_how_the_other_run_took_its_steps_does_not_matter(
     net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +209,10 @@ def test_sizes_that_are_written_in_another_way_are_no_difference(net: Path, tmp_
     assert capsys.readouterr().err == ""
 
 
+@promise(
+    "checkpoints and run folders",
+    "`init=net.pt` reads the file under these promises, and begins with finite numbers alone",
+)
 @without("unet3d.training.checkpoint.refuse_non_finite", nothing)
 def test_files_that_are_no_checkpoint_of_this_network_are_refused(net: Path, tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no checkpoint")

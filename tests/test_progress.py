@@ -9,6 +9,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
+from promises import promise
 from rich.console import Console as Terminal
 from training import TINY, face, train
 
@@ -70,6 +71,11 @@ def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> Non
     assert "\x1b[2J" not in terminal.getvalue() and r"c\x1b[2Jd" in terminal.getvalue()
 
 
+@promise(
+    "Config",
+    "a simulated step that takes minutes, as of thousands of tiles",
+    "a line now and then says that it goes on",
+)
 def test_one_part_that_takes_long_is_said_to_go_on() -> None:
     file, times = io.StringIO(), [0.0]
     counter = Counter("networks", 3, Terminal(file=file, width=80), clock=lambda: times[-1])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from guards import no, without
+from promises import promise
 from training import TINY, face, numbers, train
 
 import unet3d
@@ -61,6 +62,7 @@ def change(path: Path, *keys: str, value: Any) -> None:
     checkpoint.save_checkpoint(path, state)
 
 
+@promise("Prediction", "the module of a file of several networks", "their mean")
 @pytest.mark.slow
 def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path], tmp_path: Path) -> None:
     publish.publish(pair, tmp_path / "both.pt")
@@ -78,6 +80,7 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
     assert len(predict.open_segmenter(tmp_path / "three.pt", "cpu").predictor.models) == 3
 
 
+@promise("Prediction", "`score` with a `data.label_map` ...")
 @pytest.mark.parametrize(
     ("path", "value", "option"),
     [
@@ -127,6 +130,10 @@ def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: li
         publish.publish(pair, tmp_path / "both.pt")
 
 
+@promise(
+    "checkpoints and run folders",
+    "a small file in which one set of numbers stands for many weights or networks is refused before a network is built",
+)
 @pytest.mark.parametrize("kind", ["aliased", "expanded"])
 def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -170,6 +177,11 @@ def test_scores_are_named_after_the_checkpoint_and_its_weights(
         assert title.startswith(SCORES_TITLE) and re.search(part, title.partition(str(path))[2])
 
 
+@promise(
+    "Prediction",
+    "labels that are not 0, 1, 2 ...: a network that learned 0, 1, 4 by `data.label_map`",
+    "label maps hold the files' values, of a class of several values its number, and the last line says which",
+)
 def test_label_maps_hold_the_values_of_the_files_that_the_network_learned_from(
     finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -264,6 +276,12 @@ def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Pat
         publish.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
 
 
+@promise(
+    "Prediction",
+    "`score` with a `data.label_map` whose classes have equal names and are other labels; networks with different "
+    "ones published as one",
+    "one warning with both maps; refused",
+)
 def test_classes_of_equal_names_from_other_labels_are_warned_of(
     pair: list[Path], finished: Path, capsys: Capture
 ) -> None:
@@ -357,6 +375,8 @@ def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Pa
     assert [line[: len(start)] for line, start in zip(problems, missing, strict=True)] == missing
 
 
+@promise("data sets", "a case whose label ...")
+@promise("Data", "case ids that no ...")
 @without("unet3d.data.file_names.MAX_NAME", 10**6)
 def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
     for length in (240, 248, 249, 250):
@@ -404,6 +424,11 @@ def test_training_cases_among_those_that_are_scored_are_warned_of(
     assert re.search(rf"other\.pt: .*\b1\b.*\b1\b.*\b{case}$", warning) and warning.count("\n") == 1
 
 
+@promise(
+    "Prediction",
+    "label maps among the images to segment; `-o` with the name of one file",
+    "refused, in place of an image and beside it; that file for one case, refused for several",
+)
 @pytest.mark.parametrize("name", ["a.nii.gz", "a.nii"])
 def test_predict_writes_nothing_among_its_images(finished: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
     """A label map there would be an image of the next prediction, or one of two files of a name."""
@@ -417,6 +442,7 @@ def test_predict_writes_nothing_among_its_images(finished: Path, tmp_path: Path,
     assert [one.name for one in tmp_path.iterdir()] == [name] and path.read_bytes() == before
 
 
+@promise("Prediction", "label maps among the ...")
 def test_a_single_label_map_is_the_file_that_is_named(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     best = finished / "checkpoints" / "last.pt"
     for name in ("a", "b"):
@@ -445,6 +471,7 @@ def test_predict_names_the_classes_of_which_it_keeps_one_component(
     assert capsys.readouterr().out.endswith("; only the largest component is kept of: organ, lesion\n")
 
 
+@promise("Prediction", "an image unlike those ...")
 def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_path: Path, capsys: Capture) -> None:
     """Also by a published file of several networks, and by none that does not know."""
     image = nib.load(next(finished.parent.glob("data/phantom/*/imagesTr/*.nii.gz")))
@@ -464,6 +491,11 @@ def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_
         assert all(re.match(r"warning: wide: .*\bspacing\b.*\bin training\b", line) for line in lines)
 
 
+@promise(
+    "Prediction",
+    "`score` without the label map, the classes or the layout that the network learned with",
+    "they are the checkpoint's, and a line says so",
+)
 def test_scores_are_of_labels_as_the_network_learned_them(
     pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -483,6 +515,7 @@ def test_scores_are_of_labels_as_the_network_learned_them(
         assert not taken or re.search(r"other\.pt: .*\bbackground, all\b", printed.err)
 
 
+@promise("Prediction", "a file among others ...")
 @without("unet3d.cli.predict.is_out_of_memory", no)
 def test_a_volume_that_memory_does_not_hold_stops_no_other(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -503,6 +536,7 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
     assert [path.name for path in (tmp_path / "out").glob("*.nii*")] == ["b.nii.gz"]
 
 
+@promise("Prediction", "a file among others ...")
 def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -527,6 +561,7 @@ def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tm
     assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
 
 
+@promise("Data", "sheared grids, sform beside ...")
 @without("unet3d.data.grids.MM", range(99))
 def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> None:
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
@@ -547,6 +582,7 @@ def two_sizes(path: Path) -> Path:
     return path
 
 
+@promise("Data", "voxel sizes of sform ...")
 def test_files_of_two_voxel_sizes_are_one_warning_and_read_as_in_training(
     pair: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:

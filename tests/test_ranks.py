@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from guards import nothing, without
+from promises import promise
 from ranked import predict_without_pictures, torchrun, train_ranks
 from torch.distributed import HashStore
 from training import PLAIN, ROOT, TINY, at_step, call, records, same, send, status, train, weights
@@ -62,6 +63,12 @@ def furthest(a: Path, b: Path) -> float:
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
+@promise(
+    "Ranks",
+    "another number of ranks for the same batches, also in a resumed run",
+    "losses and weights are identical up to rounding; with as many ranks as before bit-identical (on the CPU), "
+    "dropout included",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
 def test_two_ranks_with_one_patch_each_are_one_with_two(tmp_path: Path, way: str) -> None:
@@ -119,6 +126,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
+@promise("Ranks", "another number of ranks ...")
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 2), (2, 2)])
 def test_a_run_goes_on_with_another_number_of_ranks(
@@ -153,6 +161,11 @@ def stop() -> dict:
     return {0: functools.partial(at_step, 2, signal.SIGTERM)}
 
 
+@promise(
+    "Ranks",
+    "SIGTERM from torchrun to a rank that is ending",
+    "its exit code says why the run ended, not that a signal came",
+)
 @pytest.mark.slow
 def test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code(tmp_path: Path) -> None:
     """From torchrun, as the first of the others has ended."""
@@ -160,6 +173,7 @@ def test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code(tmp_path: Path) 
     assert [rank.code for rank in ended] == [75, 75], ended[0].err
 
 
+@promise("Ranks", "SIGTERM from torchrun to ...")
 def test_a_signal_to_a_rank_that_has_predicted_leaves_its_exit_code(tmp_path: Path) -> None:
     hooks = {0: signalled_as_it_says_why, 1: signalled_at_exit}
     ended = train_ranks(tmp_path, *PAIRED, "dry_run=true", "budget=0.5MiB", hooks=hooks)
@@ -203,6 +217,11 @@ ENDS = {  # what a rank does, what the others say of it, and the exit code
 }
 
 
+@promise(
+    "Ranks",
+    "a rank raises, runs out of memory, is killed, or hangs longer than `rank_timeout`",
+    "all ranks end; STATUS names the rank and what became of it; the run goes on from its checkpoint",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "end", [pytest.param(end, marks=[pytest.mark.slow] * (end in ("is_killed", "hangs"))) for end in ENDS]
@@ -228,6 +247,7 @@ def test_however_a_rank_ends_the_first_says_so_and_the_run_goes_on_from_its_chec
         assert len(losses(tmp_path / "run")) == 4
 
 
+@promise("Ranks", "a rank raises, runs ...")
 @without("unet3d.base.ranks.publish_failure", nothing)
 def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
     hooks = {0: functools.partial(in_step, 2, functools.partial(fail, KeyError("of rank 0")))}
@@ -236,6 +256,7 @@ def test_a_rank_says_how_the_first_ended(tmp_path: Path) -> None:
     assert second.err.startswith("rank 1: failed: rank 0: ") and "KeyError: 'of rank 0'" in second.err
 
 
+@promise("Ranks", "a full disk under the first rank", "as in a run of one process, on all ranks")
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_stops_all_ranks_at_the_end(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={0: no_room})
@@ -258,6 +279,11 @@ def of_first(number: int) -> int:
     return ranks.gather(number)[0]
 
 
+@promise(
+    "Ranks",
+    "SIGTERM to one rank, in a step or a validation of an uneven number of cases",
+    "all ranks stop after the same step; exit 75, which torchrun turns into 1",
+)
 @pytest.mark.slow
 @without("unet3d.base.ranks.all_reduce_max", of_first)
 def test_a_signal_within_a_validation_ends_it_on_all_ranks(tmp_path: Path) -> None:
@@ -276,6 +302,7 @@ def signalled_validation() -> None:
     Predictor.strips = signalled  # type: ignore[method-assign,assignment]
 
 
+@promise("Ranks", "a loss that is not finite on one rank", "all refuse the update; the patches of all ranks are kept")
 def test_a_loss_that_is_not_finite_names_and_keeps_the_patches_of_all_ranks(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: poisoned})
     assert [rank.code for rank in done] == [4, 4], done[0].err
@@ -319,6 +346,16 @@ def test_torchrun_starts_the_ranks_of_one_run(tmp_path: Path) -> None:
     assert done.stdout.count(f"{parameters:,} ") == 1, done.stdout
 
 
+@promise(
+    "Ranks",
+    "`torchrun --max-restarts` starts killed ranks again",
+    "with `resume=auto` they go on from the last checkpoint",
+)
+@promise(
+    "Ranks",
+    "a rank is done while a thread of torch.distributed still works",
+    "its exit code is 0: no such thread outlives Python, which may abort for it",
+)
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
     """`--max-restarts` repeats the command; with resume=auto, ranks go on from the last checkpoint.
@@ -351,6 +388,11 @@ def be_killed_once() -> None:
         call(trainer, "train_step", 3, be_killed)
 
 
+@promise(
+    "Ranks",
+    "a rank is killed while the GPU of another waits for it",
+    "the other notices within a second or two, ends, and STATUS names the killed one",
+)
 @without("unet3d.base.ranks._ended", nothing)
 def test_a_rank_that_waits_for_its_gpu_notices_that_another_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's collectives wait for it without end."""

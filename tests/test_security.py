@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 from guards import nothing, without, yes
-from pages import check_named_tests, named_tests
+from promises import promise
 from training import TINY, face
 from training import train as train_in
 
@@ -43,11 +43,6 @@ from unet3d.training.inference import Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [ROOT / "train.py", *sorted((ROOT / "unet3d").rglob("*.py"))]
-
-
-def test_every_promise_names_tests_that_exist() -> None:
-    assert named_tests("SECURITY.md")
-    check_named_tests("SECURITY.md")
 
 
 def dotted(node: ast.expr) -> str:
@@ -87,6 +82,11 @@ def is_true(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
 
 
+@promise(
+    "checkpoints and run folders",
+    "a checkpoint is read with `weights_only=True`, without exception and without a second try",
+)
+@promise("the code itself", "no `eval`, `exec`, `pickle.load`, unsafe YAML or shell; no archive is unpacked")
 def test_no_call_runs_or_unpacks_what_a_file_says() -> None:
     found = [danger for path in SOURCES for danger in dangers(path.read_text())]
     assert found == ["importlib.import_module"], "one place imports what a command line names"
@@ -166,6 +166,11 @@ SEEN = {"spacing": [[1, 1, 1]] * 2, "extent": [[9, 9, 9]] * 2, "channels": []}
 CALL = {"_target_": "os.system", "command": "exit 7", "_args_": ["exit 7"]}
 
 
+@promise(
+    "checkpoints and run folders",
+    "a `_target_` in a checkpoint's config is never instantiated, and `${...}` never resolved",
+)
+@promise("Checkpoints", "`_target_: os.system` in a checkpoint's config", "never instantiated")
 @pytest.mark.parametrize(
     "change",
     [
@@ -184,6 +189,7 @@ def test_a_target_in_a_checkpoint_is_never_instantiated(
         predict.open_segmenter(given(change), "cpu")
 
 
+@promise("checkpoints and run folders", "code is imported only ...")
 def test_a_network_that_only_a_checkpoint_names_is_not_imported(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,12 +202,23 @@ def test_a_network_that_only_a_checkpoint_names_is_not_imported(
         predict.open_segmenter(given(lambda state: None), "cpu", model_path="planted:Network")
 
 
+@promise("checkpoints and run folders", "a `_target_` in a ...")
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a${oc.env:HOME}"])
 def test_a_checkpoint_cannot_ask_for_the_environment(given: Callable[[Change], Path], value: str) -> None:
     with pytest.raises(CheckpointError, match=r"given\.pt.*\$\{"):
         predict.open_segmenter(given(put("config", "wandb", "project", value=value)), "cpu")
 
 
+@promise(
+    "checkpoints and run folders",
+    "what a network was trained on (spacing, extent, range of each channel) is a few finite numbers of a file, and "
+    "nothing else",
+)
+@promise(
+    "Checkpoints",
+    "values of wrong types; a step, score, random state, loss scale or optimizer that no run wrote",
+    "one line, exit 3; options of the optimizer come from the config alone",
+)
 @pytest.mark.parametrize(
     "change",
     [
@@ -224,6 +241,7 @@ def test_a_checkpoint_of_wrong_types_is_one_line(given: Callable[[Change], Path]
         predict.open_segmenter(given(change), "cpu")
 
 
+@promise("Checkpoints", "values of wrong types ...")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_weight_of_several_tensors_is_one_line(given: Callable[[Change], Path]) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
@@ -231,6 +249,8 @@ def test_a_weight_of_several_tensors_is_one_line(given: Callable[[Change], Path]
         predict.open_segmenter(given(put("model", "outc.conv.bias", value=nested)), "cpu")
 
 
+@promise("checkpoints and run folders", "a checkpoint holds no ...")
+@promise("Run folders and checkpoints of strangers", "a small pickle that ...")
 @pytest.mark.parametrize(("features", "built"), [([40_000, 40_000], ["meta"]), ([2**40, 8], [])])
 def test_a_checkpoint_that_describes_a_huge_network_takes_no_memory(
     given: Callable[[Change], Path], features: list[int], built: list[str], monkeypatch: pytest.MonkeyPatch
@@ -243,6 +263,10 @@ def test_a_checkpoint_that_describes_a_huge_network_takes_no_memory(
     assert seen == built
 
 
+@promise(
+    "checkpoints and run folders",
+    "a window that does not fit into the device's memory is refused before memory is taken",
+)
 @without("unet3d.memory.simulate.refuse_large_window", nothing)
 def test_a_checkpoint_that_names_a_huge_window_takes_no_memory(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -265,6 +289,10 @@ def test_windows_at_once_that_no_memory_holds_are_refused_with_fewer(
     refuse_large_window(dataclasses.replace(segmenter.predictor, batch=1), Path("given.pt"))
 
 
+@promise(
+    "checkpoints and run folders",
+    "a checkpoint holds no more than its size, and a network is built only if its weights are in the file",
+)
 def test_a_checkpoint_that_is_packed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     """64 MiB of zeros in 64 KiB."""
     checkpoint.save_checkpoint(tmp_path / "a.pt", {"model": {"w": torch.zeros(2**20)}})
@@ -289,6 +317,7 @@ def with_another_end(sound: bytes, length: int) -> bytes:
     return begin + bytes(end)
 
 
+@promise("checkpoints and run folders", "a checkpoint holds no ...")
 @without("unet3d.training.checkpoint.has_one_directory", yes)
 @pytest.mark.parametrize("damage", ["directory", "locator", "comment", "begin"])
 def test_a_checkpoint_that_torch_would_read_as_another_than_is_checked_is_refused(tmp_path: Path, damage: str) -> None:
@@ -307,6 +336,7 @@ def test_a_checkpoint_that_torch_would_read_as_another_than_is_checked_is_refuse
         checkpoint.load_checkpoint(tmp_path / "b.pt")
 
 
+@promise("Checkpoints", "a pickled command; a ...")
 @pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
 def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
     checkpoint.save_checkpoint(tmp_path / "a.pt", {})
@@ -338,6 +368,16 @@ hydra:
 """
 
 
+@promise(
+    "checkpoints and run folders",
+    "a run is rebuilt from its `config.yaml` as plain typed values: nothing of a run folder is composed by Hydra, "
+    "resolved or instantiated",
+)
+@promise(
+    "Run folders and checkpoints of strangers",
+    "a config or an overrides.yaml that names a YAML file of the folder, code, an alias, `${...}` or a deep nesting",
+    "a run is rebuilt from config.yaml as plain values: refused, or not read",
+)
 def test_a_config_in_a_run_folder_is_not_composed(
     stranger: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +394,13 @@ def test_a_config_in_a_run_folder_is_not_composed(
     assert face("compare", "stranger") == 0 and not list(stranger.parent.rglob("it_ran"))
 
 
+@promise("checkpoints and run folders", "a run is rebuilt ...")
+@promise(
+    "checkpoints and run folders",
+    "code is imported only where the command line names it: `model.path`, `loss.path`, `data.transforms` and "
+    "`loggers` of a run folder or a checkpoint are refused",
+)
+@promise("Run folders and checkpoints of strangers", "a config or an ...")
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -397,6 +444,16 @@ FOLDERS = ("checkpoints", "figures", "predictions", "memory", "wandb")
 TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.pt", "checkpoints", "figures")
 
 
+@promise(
+    "checkpoints and run folders",
+    "nothing is read or written through a link that leads out of a run folder; a file is written under a random "
+    "name and then renamed",
+)
+@promise(
+    "Run folders and checkpoints of strangers",
+    "links that lead out of the folder in place of any file or sub-folder; another name of a file elsewhere",
+    "refused; nothing outside is read or written",
+)
 @without("unet3d.run.record.refuse_links_out", nothing, only="scores.csv")
 @without("unet3d.cli.plan.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
@@ -432,6 +489,8 @@ def test_links_within_a_run_folder_are_no_fault(stranger: Path) -> None:
     assert face("report", stranger) == 0
 
 
+@promise("checkpoints and run folders", "nothing is read or ...")
+@promise("Run folders and checkpoints of strangers", "links that lead out ...")
 @without("unet3d.cli.lifecycle.os.O_NOFOLLOW", 0)
 def test_a_lock_that_is_another_file_s_name_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
@@ -449,6 +508,8 @@ def test_a_lock_that_is_another_file_s_name_is_not_written_to(tmp_path: Path) ->
     assert (tmp_path / "victim").read_text() == "precious"
 
 
+@promise("checkpoints and run folders", "nothing is read or ...")
+@promise("Run folders and checkpoints of strangers", "links that lead out ...")
 def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     for _ in range(2):
@@ -465,6 +526,12 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path, m
     assert (tmp_path / "victim").read_text() == "precious" and (tmp_path / "a").read_text() == "x"
 
 
+@promise("checkpoints and run folders", "files of a run ...")
+@promise(
+    "Run folders and checkpoints of strangers",
+    "a pipe, or a file of a terabyte without content",
+    "refused unread",
+)
 @without("unet3d.base.files.stat.S_ISREG", yes, only="STATUS")
 @pytest.mark.parametrize(
     "name", ["STATUS", "metrics.jsonl", "memory.json", "config.yaml", "scores.csv", "env.json", "split.json"]
@@ -495,6 +562,14 @@ def test_a_folder_or_a_circle_of_links_in_place_of_a_file_is_one_line(
     assert all(str(stranger) in line for line in capsys.readouterr().err.splitlines())
 
 
+@promise(
+    "checkpoints and run folders",
+    "files of a run folder are read if they are regular files, not too large (256 MiB of metrics.jsonl, which is "
+    "read line by line, 16 MiB of scores.csv, with 100,000 rows at most, and of split.json, 8 MiB of memory.json, 1 "
+    "MiB of STATUS, 64 KiB of env.json, 64 KiB of YAML without aliases) and plain (lists and texts of at most 500 "
+    "parts in `memory.json`, `metrics.csv` of at most 2,000 columns, folders of at most 50 levels), pictures if "
+    "they are pictures",
+)
 def test_a_file_may_not_be_a_folder_or_a_circle_of_links(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     for path in (tmp_path, tmp_path / "circle"):
@@ -502,6 +577,7 @@ def test_a_file_may_not_be_a_folder_or_a_circle_of_links(tmp_path: Path) -> None
             files.read_text(path)
 
 
+@promise("checkpoints and run folders", "files of a run ...")
 @pytest.mark.parametrize(
     "value",
     [
@@ -526,6 +602,7 @@ def test_yaml_holds_what_a_config_holds(value: str, tmp_path: Path) -> None:
         assert found == {"zz": [value]}
 
 
+@promise("checkpoints and run folders", "files of a run ...")
 @without("unet3d.base.files.DEEPEST_FOLDER", 10**6)
 def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
     deepest = tmp_path / "run"
@@ -536,6 +613,7 @@ def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
         files.refuse_links_out(tmp_path / "run")
 
 
+@promise("checkpoints and run folders", "files of a run ...")
 @pytest.mark.slow
 @without("unet3d.report.report.MOST_COLUMNS", 10**6)
 def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
@@ -549,6 +627,7 @@ def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").read_text().partition("\n")[0].count(",") + 1 == 2000
 
 
+@promise("checkpoints and run folders", "files of a run ...")
 @without("unet3d.report.page.PNG", b"")
 def test_only_pictures_are_shown_as_pictures(stranger: Path) -> None:
     (stranger / "figures" / "prediction.png").write_text("precious")
@@ -570,6 +649,15 @@ def nested(levels: int) -> list[Any]:
     return found
 
 
+@promise(
+    "checkpoints and run folders",
+    "a small checkpoint cannot describe much: no more values than it has bytes, 20 levels, 12 levels of a network",
+)
+@promise(
+    "Run folders and checkpoints of strangers",
+    "a small pickle that describes values without end; a network of thousands of levels, or of terabytes",
+    "refused before memory or time is taken",
+)
 @without("unet3d.training.checkpoint.DEEPEST", 10**6, only="nested")
 @pytest.mark.parametrize(
     "value",
@@ -582,11 +670,14 @@ def test_a_small_checkpoint_that_describes_much_is_refused(tmp_path: Path, value
         checkpoint.load_checkpoint(tmp_path / "a.pt")
 
 
+@promise("checkpoints and run folders", "a small checkpoint cannot ...")
+@promise("Run folders and checkpoints of strangers", "a small pickle that ...")
 def test_a_network_of_thousands_of_levels_is_refused(given: Callable[[Change], Path]) -> None:
     with pytest.raises(CheckpointError, match=r"model\.features.*\b3000\b.*\b12\b"):
         predict.open_segmenter(given(put("model_options", "features", value=[1] * 3000)), "cpu")
 
 
+@promise("Checkpoints", "sound weights whose outputs ...")
 def test_weights_whose_outputs_are_not_finite_predict_nothing(
     given: Callable[[Change], Path], capsys: pytest.CaptureFixture
 ) -> None:
@@ -610,6 +701,8 @@ def test_weights_whose_outputs_are_not_finite_predict_nothing(
         [*evaluate(network.segmenter.predictor, [case], lambda _: prepared, 3, False, "validation")]
 
 
+@promise("checkpoints and run folders", "weights that are NaN or infinite do not predict")
+@promise("Checkpoints", "weights that are NaN or infinite", "exit 3; nothing is predicted")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @without("unet3d.training.checkpoint.is_finite", yes)
 def test_weights_that_are_not_finite_do_not_predict(given: Callable[[Change], Path], value: float) -> None:
@@ -617,6 +710,7 @@ def test_weights_that_are_not_finite_do_not_predict(given: Callable[[Change], Pa
         predict.open_segmenter(given(put("model", "outc.conv.bias", value=torch.full((3,), value))), "cpu")
 
 
+@promise("Config", "`_target_` in a config, on the command line or in a checkpoint", "no such option")
 def test_a_target_on_the_command_line_is_no_option() -> None:
     for word in ("+model._target_=os.system", "+_target_=os.system", "++data.augment._target_=os.system"):
         with pytest.raises(UserError, match=r"_target_"):

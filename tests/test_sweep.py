@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from jobs import sweep_of
+from promises import promise
 from training import ROOT, TINY, face, run, train
 from wandb_records import read_run
 
@@ -30,6 +31,11 @@ def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@promise(
+    "Training",
+    "a job of a sweep fails or is killed; a sweep is interrupted",
+    "the other jobs finish and the comparison shows it; the job ends in good order and no other begins",
+)
 @pytest.mark.slow
 def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path, finished: Path) -> None:
     """Job 0 breaks its budget; job 1 is predicted all the same; their comparison cannot be saved."""
@@ -94,6 +100,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     return done, place / "sweep", ours
 
 
+@promise("Training", "a job of a ...")
 @pytest.mark.slow
 def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
     done, folder, _ = swept
@@ -185,6 +192,7 @@ def start_nothing(memory: dict) -> None:
     subprocess.Popen = refuse  # type: ignore[assignment,misc]
 
 
+@promise("Training", "a job of a ...")
 @pytest.mark.slow
 def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None:
     """Only the sweep's process gets the signal; the job, asked by it, still writes its STATUS, and no job follows."""
@@ -205,6 +213,7 @@ def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monk
     plan.plan(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
 
 
+@promise("Training", "a job of a ...")
 def test_a_process_that_was_killed_is_named_by_its_signal() -> None:
     code, _ = lifecycle.run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert code == 137 and "SIGKILL" in lifecycle.describe_exit(code)

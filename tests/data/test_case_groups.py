@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from guards import without
+from promises import promise
 
 from unet3d.base.errors import UserError
 from unet3d.config import compose
@@ -62,6 +63,7 @@ def test_a_share_is_of_groups() -> None:
     assert len(patients(val)) == 2 and not patients(train) & patients(val)
 
 
+@promise("Data", "JSON and tables with ...")
 @pytest.mark.parametrize(
     ("name", "head", "row", "encoding"),
     [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from guards import no, without, yes
 from nifti_files import checked, decathlon, errors, holds, image, label, rewrite, told, write
+from promises import promise
 from training import face
 
 from unet3d import build
@@ -57,6 +58,10 @@ TWIN = {"image": "./imagesTr/twin.nii.gz"}
 OUTSIDE = "data.allow_outside=true"
 
 
+@promise("data sets", "dataset.json is bounded in ...")
+@promise("Data", "nnU-Net v1's layout, Decathlon's ...")
+@promise("Data", "dataset.json with paths that ...")
+@promise("Data", "dataset.json with thousands of ...")
 @without("unet3d.data.dataset_json.is_plain", yes, only="odd name")
 @pytest.mark.parametrize(
     ("changes", "parts"),
@@ -105,6 +110,12 @@ REPEATED = b"""{"name": "a", "name": "b", "modality": {"0": "CT"}, "labels": {"0
 "training": [{"image": "a.nii"}]}"""
 
 
+@promise(
+    "data sets",
+    "dataset.json is bounded in size, its names in length, and what is said of it in lines; its names cannot "
+    "command a terminal",
+)
+@promise("Data", "dataset.json with paths that ...")
 @without("unet3d.data.dataset_json.MAX_BYTES", 2**25, only="large")
 @pytest.mark.parametrize(
     ("content", "part"),
@@ -129,6 +140,7 @@ def test_a_folder_without_dataset_json_is_refused(tmp_path: Path, layout: str) -
     assert told([text], [[f"{tmp_path / 'dataset.json'}: ", "data/README.md"]])
 
 
+@promise("Data", "dataset.json with paths that ...")
 def test_json_that_is_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> None:
     where = tmp_path / "dataset.json"
     os.mkfifo(where)
@@ -139,6 +151,13 @@ def test_json_that_is_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> N
     assert told([text], [[f"{where}: "]]) and f"{dataset_json.MAX_BYTES:,}" not in text, "it is not even read"
 
 
+@promise("data sets", "paths in dataset.json, and links, do not leave `data.root`, unless `data.allow_outside=true`")
+@promise(
+    "Data",
+    "dataset.json with paths that lead outside, ids that repeat, nothing in it, or bad JSON; a pipe or a device in "
+    "its place",
+    "refused; paths that lead outside are read with `data.allow_outside=true`",
+)
 @pytest.mark.parametrize("kind", ["image", "label"])
 @pytest.mark.parametrize(
     "name",
@@ -163,6 +182,8 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, kind: str, nam
     assert told([text], [[f"{tmp_path / 'dataset.json'}: {name!r} ", str(tmp_path), OUTSIDE]])
 
 
+@promise("data sets", "paths in dataset.json, and ...")
+@promise("Data", "dataset.json with paths that ...")
 @without("unet3d.data.dataset_json.leaves", no, only="link")
 @pytest.mark.parametrize("name", ["../elsewhere/x.nii.gz", "{outside}/x.nii.gz", "link/x.nii.gz"])
 def test_a_path_out_of_the_root_is_read_only_with_allow_outside(tmp_path: Path, name: str) -> None:
@@ -186,6 +207,7 @@ def test_links_that_stay_inside_and_a_linked_root_are_read(tmp_path: Path) -> No
     assert len(read_dataset(Data(format="decathlon", root=str(tmp_path / "link"))).cases) == 1
 
 
+@promise("data sets", "paths in dataset.json, and ...")
 @without("unet3d.data.dataset_json.leaves", no, only="label-")
 @pytest.mark.parametrize("layout", ["folders", "nnunet"])
 @pytest.mark.parametrize("linked", ["image", "label", "folder", "dataset.json"])
@@ -239,6 +261,14 @@ def test_nnunet_layout(tmp_path: Path) -> None:
     assert [case.label for case in dataset.cases] == maps
 
 
+@promise("data sets", "dataset.json is bounded in ...")
+@promise("Data", "dataset.json with paths that ...")
+@promise(
+    "Data",
+    "dataset.json with thousands of channels that no file has, or with a name of a million letters; a split with "
+    "such an id; a case that lacks many files; thousands of problems",
+    "lines of a bounded length: one for the data set, at most 11 for a case, at most 1,001 in all",
+)
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -267,6 +297,11 @@ def test_a_wrong_nnunet_json_is_refused(tmp_path: Path, changes: dict, parts: li
     assert told([text], [[str(tmp_path / "dataset.json"), *parts]]) and len(text) < 500
 
 
+@promise(
+    "Data",
+    "nnU-Net v1's layout, Decathlon's read as nnU-Net's, backslashes in paths",
+    "refused with what to write",
+)
 @pytest.mark.parametrize("layout", ["decathlon", "nnunet"])
 def test_the_layout_of_nnunet_v1_is_named_with_what_to_write(tmp_path: Path, layout: str) -> None:
     decathlon(tmp_path)
@@ -278,11 +313,18 @@ def test_the_layout_of_nnunet_v1_is_named_with_what_to_write(tmp_path: Path, lay
     assert told([text], [[f"{tmp_path / 'dataset.json'}: ", *parts]])
 
 
+@promise("Data", "nnU-Net v1's layout, Decathlon's ...")
 def test_decathlons_layout_is_named_where_it_is_read_as_nnunets(tmp_path: Path) -> None:
     decathlon(tmp_path)
     assert refusal(Data(format="nnunet", root=str(tmp_path))).endswith("read it with data=decathlon")
 
 
+@promise(
+    "Data",
+    "JSON and tables with a byte order mark or in UTF-16, semicolons, capital heads, names with endings; a list of "
+    "splits",
+    "read",
+)
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_json_with_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
     """As PowerShell writes it."""
@@ -296,6 +338,7 @@ def test_json_with_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> N
     assert [case.id for case in (*train, *val)] == ["a", "b"]
 
 
+@promise("Data", "dataset.json with thousands of ...")
 def test_a_case_without_its_many_channels_is_a_few_lines(tmp_path: Path) -> None:
     data = nnunet(tmp_path, channel_names={str(n): "MR" for n in range(300)})
     lines = [line for line in checked(data, full=False) if line.startswith("c: ")]
@@ -344,6 +387,11 @@ def laid_out(layout: str, root: Path) -> Data:
     return {"decathlon": decathlon, "nnunet": nnunet, "folders": lambda _: folders(root, names, names)}[layout](root)
 
 
+@promise(
+    "Data",
+    ".NII.GZ; volumes of other formats among those that are read; NIfTI files that no case has",
+    "read; one warning that names them",
+)
 @pytest.mark.parametrize("layout", ["decathlon", "nnunet", "folders"])
 def test_endings_in_upper_case_are_read_in_every_layout(tmp_path: Path, layout: str) -> None:
     data = laid_out(layout, tmp_path)
@@ -360,6 +408,7 @@ def test_endings_in_upper_case_are_read_in_every_layout(tmp_path: Path, layout: 
     assert not errors([line for line in checked(data) if "a: " in line]) and dataset.cases[0].label is not None
 
 
+@promise("Data", ".NII.GZ; volumes of other ...")
 @pytest.mark.parametrize("layout", ["decathlon", "nnunet", "folders"])
 def test_volumes_that_are_left_out_are_named_once(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
@@ -376,6 +425,7 @@ def test_volumes_that_are_left_out_are_named_once(
         assert read_dataset(data).left_out[0].endswith(f"1 ({images / 'a_0002.nii.gz'})")
 
 
+@promise("what is printed and written", "names and values from ...")
 def test_what_a_run_says_of_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a file that is left out, and of a folder whose cases show no class of a name."""
     data = folders(tmp_path / "ev\x1b[31mil", ["a.nii", "b.nii", "c.nii"], ["a.nii", "b.nii", "c.nii"])
@@ -389,6 +439,7 @@ def test_what_a_run_says_of_names_cannot_command_a_terminal(tmp_path: Path, caps
     assert "\x1b" not in printed.out + printed.err
 
 
+@promise("Data", ".NII.GZ; volumes of other ...")
 def test_a_data_set_of_another_format_is_named(tmp_path: Path) -> None:
     data = folders(tmp_path, ["a.nii"], ["a.nii"])
     for folder in ("images", "labels"):
@@ -401,6 +452,11 @@ def test_a_data_set_of_another_format_is_named(tmp_path: Path) -> None:
         assert told([refusal(data)], [[where, *parts]])
 
 
+@promise(
+    "Data",
+    "two files of one name; label maps named as channels; another `file_ending` than that of the files",
+    "refused, with the name to give; read with a warning",
+)
 @pytest.mark.parametrize(
     ("old", "new", "parts"),
     [
@@ -414,6 +470,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path, old: str, new: str, p
     assert holds(refusal(data), parts)
 
 
+@promise("Data", "two files of one ...")
 def test_label_maps_that_are_called_as_channels_are_refused(tmp_path: Path) -> None:
     data = nnunet(tmp_path)
     for name in ("a", "b_0001"):
@@ -430,6 +487,7 @@ def test_label_maps_that_are_called_as_channels_are_refused(tmp_path: Path) -> N
     assert [case.id for case in numbered.cases] == ["case_0000", "case_0001", "case_0002"]
 
 
+@promise("Data", "two files of one ...")
 def test_files_that_end_otherwise_than_dataset_json_says_are_read(tmp_path: Path) -> None:
     data = nnunet(tmp_path, file_ending=".nii")
     dataset = read_dataset(data)
@@ -451,6 +509,9 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
         assert len(read_dataset(data).cases) == 2
 
 
+@promise("data sets", "a case whose label map no file name could hold is refused before work begins")
+@promise("data sets", "dataset.json is bounded in ...")
+@promise("Data", "case ids that no file name can hold", "refused at the start")
 @without("unet3d.data.file_names.MAX_NAME", 10**6, only="long name")
 @without("unet3d.data.cases.is_plain", yes, only="odd name")
 @pytest.mark.parametrize(
@@ -609,6 +670,7 @@ def test_a_split_file_goes_before_the_fold_and_the_fold_before_the_share(tmp_pat
     assert parts([*"abcde"], data)[1] == ["b", "d"]
 
 
+@promise("Data", "JSON and tables with ...")
 def test_of_a_list_of_splits_that_of_the_fold_is_taken(tmp_path: Path) -> None:
     """As of nnU-Net's splits_final.json."""
     splits = [{"train": IDS[fold + 1 :], "val": [IDS[fold]]} for fold in range(3)]
@@ -630,6 +692,7 @@ def test_a_split_may_name_files_and_numbers(tmp_path: Path) -> None:
     assert parts(["12", "13", "14", "15"], data) == (["12", "13"], ["14", "15"])
 
 
+@promise("Data", "images without a label ...")
 def test_cases_that_a_split_leaves_out_are_counted(tmp_path: Path) -> None:
     dataset = read_dataset(decathlon(tmp_path))
     data = listed(tmp_path, {"train": ["a"], "val": ["c"]})
@@ -638,6 +701,8 @@ def test_cases_that_a_split_leaves_out_are_counted(tmp_path: Path) -> None:
     assert told(lines, [idle, [f"{data.split}: 2 of 4 ", "not used (b, d)"]])
 
 
+@promise("Data", "a training image among ...")
+@promise("Data", "dataset.json with thousands of ...")
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [

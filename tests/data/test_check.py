@@ -33,6 +33,7 @@ from nifti_files import (
     write,
     write_header,
 )
+from promises import promise
 from training import face, train
 
 from unet3d.base.errors import UserError
@@ -92,12 +93,18 @@ def of_headers(lines: list[list[str]]) -> list[list[str]]:
     return [line for line in lines if line[0][0] not in "be"]
 
 
+@promise("Data", "a file that is truncated, empty, missing, or a web page called .nii.gz", "listed; exit 2")
 def test_all_problems_of_all_cases_are_listed_at_once(tmp_path: Path) -> None:
     data, lines = damaged(tmp_path)
     assert told(errors(checked(data)), lines)
     assert told(checked(data, full=False), of_headers(lines))
 
 
+@promise(
+    "Data",
+    "labels, in dataset.json or `data.label_map`, that make no classes",
+    "listed by `check-data` with all other problems; a run is refused",
+)
 @pytest.mark.parametrize(
     ("words", "changes", "said"),
     [
@@ -120,6 +127,7 @@ def test_labels_that_make_no_classes_are_listed_with_all_other_problems(
         read_dataset(compose.compose(["data=decathlon", f"data.root={data.root}", *words]).data)
 
 
+@promise("Data", "a file that is ...")
 @pytest.mark.slow
 def test_check_data_and_a_run_list_every_problem_and_end_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -140,6 +148,7 @@ def is_there(line: list[str], printed: list[str]) -> bool:
     return any(told([other], [line]) for other in printed)
 
 
+@promise("Data", "a file that is ...")
 @pytest.mark.parametrize("intensity", ["zscore", "ct"])
 def test_a_run_lists_all_that_is_damaged_beneath_sound_headers(tmp_path: Path, intensity: str) -> None:
     """For CT, while the scale is measured."""
@@ -161,6 +170,7 @@ def test_the_quick_pass_reads_no_voxel(tmp_path: Path, monkeypatch: pytest.Monke
         checked(data, full=True)
 
 
+@promise("Data", "dataset.json with thousands of ...")
 def test_a_thousand_problems_are_listed_and_the_others_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +200,11 @@ WRONG = (7, -1, 255, 1.5, np.nan, np.inf, 0.9999, 1.001)
 ONE_HOT = np.stack([label() == k for k in range(3)], -1).astype(np.uint8)
 
 
+@promise(
+    "Data",
+    "labels above the classes, negative, 255 without `data.ignore`, beside whole numbers, one-hot",
+    "refused; 255 with `data.ignore=255` and floats that are whole are read",
+)
 @without("unet3d.data.validate.read_label", unchecked, only="254")
 @pytest.mark.parametrize(
     ("voxels", "ignore", "parts"),
@@ -223,6 +238,12 @@ OTHER_AXES = LPS @ np.array([[1, 0, 0, 0], [0, -1, 0, 4], [0, 0, 1, 0], [0, 0, 0
 TURNED = LPS[:, [1, 0, 2, 3]]
 
 
+@promise(
+    "Data",
+    "a label map of another size, flipped or shifted, or with other axes on the same grid",
+    "an error, which says what to do: resample, or reorient; a shift or flip is a warning with "
+    "`data.affine_check=warn`; rounding is none",
+)
 @without("unet3d.data.grids.SAME_GRID", math.inf, only="shifted-False")
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(
@@ -271,6 +292,7 @@ def odd(path: Path, kind: str) -> None:
         write_header(write_header(path, "qform_code", 1), "quatern", 0.6, 0.6, 0.6)
 
 
+@promise("Data", "sheared grids, sform beside qform, lengths not in mm", "a warning with the rule that is followed")
 @without("unet3d.data.headers.SHEAR", 2.0, only="sheared")
 @without("unet3d.data.grids.MM", range(8), only="yards")
 @pytest.mark.parametrize(
@@ -305,6 +327,12 @@ def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
         )
 
 
+@promise(
+    "Data",
+    "voxel sizes of sform and pixdim that differ by more than 1 %",
+    "one warning with both, the one that is taken and the number of files, in `check-data`, `train`, `plan`, "
+    "`score`, `predict` and `segment`; none where `data.affine` decides",
+)
 @without("unet3d.data.forms.SAME_SIZE", 10.0)
 def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -331,6 +359,11 @@ def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
     assert told(checked(data), [[f"{WARNING}b: {tmp_path / 'imagesTr/b.nii.gz'}: ", *parts]]), "it has no qform"
 
 
+@promise(
+    "Data",
+    "a label map that lies elsewhere by its sform alone; a sform or a qform that maps no volume",
+    "an error that names the `data.affine` by which it can be read",
+)
 def test_headers_alone_put_a_label_map_elsewhere(tmp_path: Path) -> None:
     """As where a program has read the image by its qform."""
     data = decathlon(tmp_path)
@@ -342,6 +375,11 @@ def test_headers_alone_put_a_label_map_elsewhere(tmp_path: Path) -> None:
     assert checked(data) == []
 
 
+@promise(
+    "Data",
+    "images without a label map, cases that a split leaves out, another `numTraining`, a class called Ignore",
+    "counted or named in one warning",
+)
 def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     path = tmp_path / "dataset.json"
@@ -353,6 +391,7 @@ def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
     assert told(checked(data, full=False), [line]), "once, as a run says it"
 
 
+@promise("Data", "images without a label ...")
 def test_another_number_of_cases_than_dataset_json_announces_is_warned_of(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     for number, lines in ((4, []), ("4", []), (99, [[f"{WARNING}Small: numTraining is 99, but 4 cases "]])):
@@ -360,6 +399,7 @@ def test_another_number_of_cases_than_dataset_json_announces_is_warned_of(tmp_pa
         assert told(checked(data), lines)
 
 
+@promise("Data", "images without a label ...")
 def test_a_class_that_is_called_ignore_but_learned_is_warned_of(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     rewrite(tmp_path, labels={"0": "background", "1": "organ", "2": "Ignore"})
@@ -369,6 +409,13 @@ def test_a_class_that_is_called_ignore_but_learned_is_warned_of(tmp_path: Path) 
     assert checked(data) == []
 
 
+@promise(
+    "Data",
+    "a case, a part or all of training without a class, also for its ignored labels, resampling or slices; held-out "
+    "cases without a voxel to score",
+    "a warning, a warning with the class, an error; a score that does not exist is n/a, and a score of 0 for want "
+    "of the class in the truth has a note",
+)
 def test_a_case_and_a_part_without_a_class_are_warned_of(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     paths = {name: tmp_path / f"labelsTr/{name}.nii.gz" for name in "abcd"}
@@ -382,6 +429,7 @@ def test_a_case_and_a_part_without_a_class_are_warned_of(tmp_path: Path) -> None
     assert told(checked(data), [*lines, [f"{WARNING}Small: tumour ", " held-out "]])
 
 
+@promise("Data", "a case, a part ...")
 def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     data.ignore = 3
@@ -390,6 +438,7 @@ def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> N
     assert told(errors(checked(data)), [["Small: "]])
 
 
+@promise("Data", "a case, a part ...")
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
@@ -471,6 +520,7 @@ def link_by_a_folder(link: Path, target: Path) -> None:
     link.symlink_to(link.parent.parent / "other" / target.name)
 
 
+@promise("Data", "a training image among ...")
 @without("unet3d.data.validate.leaks", none, only="True-symlink_to")
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to, link_by_a_folder])
 @pytest.mark.parametrize("full", [False, True])
@@ -481,6 +531,7 @@ def test_a_link_from_val_to_train_is_an_error(tmp_path: Path, full: bool, link: 
     assert told(checked(data, full), [[f"case3: {unseen}: ", " case1;"]])
 
 
+@promise("Data", "a training image among ...")
 @without("unet3d.data.validate.leaks", none)
 def test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files(tmp_path: Path) -> None:
     data, seen, unseen = held_out(tmp_path)
@@ -520,6 +571,7 @@ SAID = [packed, turned, as_doubles, moved]
 UNSAID = [turned_unsaid, mirrored_unsaid]
 
 
+@promise("Data", "a training image among ...")
 @without("unet3d.data.prepare.leaks", none, only="off-turned")
 @pytest.mark.parametrize(
     ("cache", "stored"),
@@ -546,6 +598,13 @@ def test_a_run_refuses_a_held_out_image_that_it_learns_from(
     assert len(prepare_data(data).val) == 4, "other slices of the same images are scored on purpose"
 
 
+@promise(
+    "Data",
+    "a training image among the held-out ones: by its id, a link, or its voxels, however they are compressed, of "
+    "whatever type, wherever they lie, along whatever axes they are stored, and in whatever order its channels are",
+    "refused, and by `check-data`; axes that its header does not say, and other channels first, are not found with "
+    "`data.cache=disk`, nor in a run that resamples and has `data.cache=memory`",
+)
 @pytest.mark.parametrize("intensity", ["zscore", "none"])
 @pytest.mark.parametrize("cache", ["memory", "off"])
 def test_the_same_channels_in_another_order_are_the_same_image(tmp_path: Path, cache: str, intensity: str) -> None:
@@ -563,6 +622,11 @@ def test_the_same_channels_in_another_order_are_the_same_image(tmp_path: Path, c
     assert told(errors(checked(data)), [wanted])
 
 
+@promise(
+    "Data",
+    "two held-out and training images that only normalisation makes equal",
+    "two images: what is compared at last are the files' voxels",
+)
 def test_what_only_a_rule_or_a_digest_makes_equal_are_two_images(tmp_path: Path) -> None:
     data, seen, unseen = held_out(tmp_path)
     data.intensity, data.cache_root = "zscore", str(tmp_path / "cache")
@@ -587,6 +651,7 @@ def test_the_same_values_elsewhere_are_another_image(tmp_path: Path) -> None:
     assert "case3" in [case.id for case in prepare_data(data).val]
 
 
+@promise("Data", "a training image among ...")
 def test_images_of_sizes_that_are_in_one_part_alone_are_not_read_to_compare_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,6 +697,7 @@ class SamplesAlone(FileHasher):
         return hashes | {"full": hashes["full"] and hashes["sample"]}
 
 
+@promise("Data", "a training image among ...")
 @without("unet3d.data.prepare.leaks", none)
 def test_images_whose_samples_agree_are_compared_as_a_whole(tmp_path: Path) -> None:
     data = large(tmp_path)
@@ -642,6 +708,7 @@ def test_images_whose_samples_agree_are_compared_as_a_whole(tmp_path: Path) -> N
     prepare_data(data)
 
 
+@promise("Resume", "images or labels that ...")
 def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) -> None:
     data = decathlon(tmp_path / "set")
     before = fingerprint_of(data)
@@ -658,6 +725,7 @@ def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) ->
         refuse_other_data(before, fingerprint_of(data))
 
 
+@promise("Resume", "images or labels that ...")
 @without("unet3d.data.headers.FileHasher", SamplesAlone)
 def test_bytes_between_the_sampled_ones_are_compared_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -683,6 +751,7 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(
     assert told(capsys.readouterr().err.splitlines(), [line])
 
 
+@promise("Resume", "images or labels that ...")
 @without("unet3d.data.hashes.BLOCKS", 1, only="--1")
 @pytest.mark.parametrize("place", [100, -1])
 def test_both_ends_of_a_large_file_are_always_compared(tmp_path: Path, place: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from brain import AFFINE, HELD, LABELS, NAMES, ORDER, make_brain
 from nifti_files import checked, decathlon, image, label, rewrite, told, write
+from promises import promise
 
 from unet3d import build
 from unet3d.base.errors import UserError
@@ -56,6 +57,16 @@ def test_lists_of_one_are_labels_as_in_nnunet(tmp_path: Path, changes: dict) -> 
     assert (dataset.classes, dataset.regions) == (("background", "edema", "core", "rim"), None)
 
 
+@promise(
+    "Data",
+    "regions in dataset.json without `regions_class_order`, with one too short, without a label, with the background",
+    "one line that names the file and what to give",
+)
+@promise(
+    "Data",
+    "a region that a later one is drawn over; a label drawn as one of another region",
+    "refused; a warning with the region",
+)
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -91,6 +102,7 @@ def test_a_dataset_json_with_wrong_regions_is_refused_in_one_line(tmp_path: Path
     assert "\n" not in text
 
 
+@promise("Data", "a region that a ...")
 @pytest.mark.parametrize(
     ("labels", "order", "wanted"),
     [

@@ -24,6 +24,7 @@ import pytest
 import torch
 from guards import nothing, without, yes
 from nifti_files import decathlon, image, rewrite, told, write
+from promises import promise
 from training import TINY, Ended, call, fill, records, same, send, start, status, train
 
 from unet3d.base import signals
@@ -159,6 +160,7 @@ def touched(address: int) -> int:
     raise AssertionError("no such mapping")
 
 
+@promise("Data", "prepared cases that do ...")
 @pytest.mark.parametrize("mirror", [False, True])
 def test_a_patch_touches_its_own_bytes_alone(tmp_path: Path, mirror: bool) -> None:
     """Rows of 8 MiB: the system maps up to 2 MiB around what is read."""
@@ -206,6 +208,11 @@ def learn(place: Path, root: Path, cache: str, hook: Callable[[], None] | None, 
     return train(place, *words, *more, f"hydra.run.dir={cache}", hook=hook)
 
 
+@promise(
+    "Data",
+    "prepared cases that do not fit into memory",
+    "refused; with `data.cache=disk` they train, whatever `ulimit -d` and `ulimit -v` allow",
+)
 @pytest.mark.slow
 def test_more_data_than_the_process_may_take_trains_from_disk(tmp_path: Path, large: Path) -> None:
     """Every case is visited, and no map stays open: addresses are limited."""
@@ -240,6 +247,12 @@ def kill_before_the_index() -> None:
     call(disk_cache, "write_index", 3, lambda: send(signal.SIGKILL))
 
 
+@promise(
+    "Data",
+    "SIGKILL while cases are prepared on disk",
+    "whole cases stay, no half file counts, and the next run goes on; what the dead left is removed, not what the "
+    "living write",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", [pytest.param(kill_within_a_file, marks=pytest.mark.slow), kill_before_the_index])
 def test_killed_while_preparing_the_next_run_goes_on(finished: Path, tmp_path: Path, hook: Callable[[], None]) -> None:
@@ -267,6 +280,11 @@ def count_volumes() -> None:
     preprocess.read_volume = noted  # type: ignore[assignment]
 
 
+@promise(
+    "Data",
+    "several processes that prepare the same cases at once",
+    "each case is prepared by one of them; the others wait for its whole files",
+)
 @pytest.mark.slow
 def test_two_runs_that_prepare_at_once_share_the_work(tmp_path: Path) -> None:
     words = [*TINY, f"data.root={tmp_path / 'phantom'}", f"data.cache_root={tmp_path / 'cache'}", "data.cache=disk"]
@@ -307,6 +325,7 @@ def holder(tmp_path: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess
     child.join()
 
 
+@promise("Data", "SIGKILL while cases are ...")
 @without("unet3d.data.disk_cache.DiskCache.sweep", nothing)
 @without("fcntl.lockf", nothing)
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_kept(tmp_path: Path, holder: tuple) -> None:
@@ -322,6 +341,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_kept(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".lock", key_of("other")])
 
 
+@promise("Data", "several processes that prepare ...")
 def test_who_finds_a_key_held_waits_for_its_whole_file(
     tmp_path: Path, holder: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +363,7 @@ def blind_to_options(hashes: object, *options: object) -> str:
     return key_of(hashes)
 
 
+@promise("Data", "a file or an ...")
 @without("unet3d.data.preprocess.key_of", blind_to_files)
 @without("unet3d.data.preprocess.key_of", blind_to_options)
 def test_files_and_options_that_change_have_other_entries(data: Data) -> None:
@@ -380,6 +401,7 @@ def test_the_scale_of_ct_follows_the_training_cases(data: Data) -> None:
     assert all(equal(second.read(one), third.read(one)) for one in second.train)
 
 
+@promise("Data", "a file or an ...")
 def test_a_file_that_changes_while_it_is_prepared_is_not_kept(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     read = preprocess.read_volume
 
@@ -459,6 +481,13 @@ def as_written(paths: list[Path], full: bool, folder: int) -> dict[str, object]:
     return {"sample": ANY, "full": ANY, "times": []}
 
 
+@promise("data sets", "no link in `data.cache_root` ...")
+@promise(
+    "Data",
+    "a prepared file that is truncated, changed, replaced by another, by a pipe or a link, or removed, also during "
+    "a run; arrays of another byte order or size, whatever their index says",
+    "prepared again",
+)
 @without("unet3d.data.disk_cache.file_hashes", as_written, only="flip-image")
 @pytest.mark.parametrize(("damage", "name"), DAMAGES, ids=[f"{damage.__name__}-{name}" for damage, name in DAMAGES])
 def test_a_damaged_file_is_made_again_and_never_run(
@@ -476,6 +505,7 @@ def test_a_damaged_file_is_made_again_and_never_run(
     assert not {*saved.values()} & {*entries(root).values()}
 
 
+@promise("Data", "a prepared file that ...")
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"image": 3}', b"[" * 60_000, b"\xff"])
 def test_an_index_of_anything_else_is_written_again(tmp_path: Path, content: bytes) -> None:
     arrays = {"voxels": np.arange(5.0)}
@@ -492,6 +522,11 @@ def loaded(place: int, name: str) -> np.ndarray:
     return found
 
 
+@promise(
+    "data sets",
+    "files of `data.cache=disk` are mapped as numbers; archives, pickles and objects in their place are not opened, "
+    "whatever the index says, and arrays of other types or sizes are not used",
+)
 @without("unet3d.data.disk_cache.map_array", loaded)
 def test_hashes_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -521,6 +556,8 @@ def cubed(array: np.ndarray) -> np.ndarray:
     return array[..., None]
 
 
+@promise("data sets", "files of `data.cache=disk` are ...")
+@promise("Data", "a prepared file that ...")
 @without("unet3d.data.preprocess.fit_case", yes)
 @pytest.mark.parametrize(
     ("change", "name"),
@@ -562,6 +599,16 @@ def follow(path: Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = No
 open_file = os.open
 
 
+@promise(
+    "data sets",
+    "no link in `data.cache_root` is followed: nothing outside is read, written or removed, and a pipe is not "
+    "waited for",
+)
+@promise(
+    "Data",
+    "a link or a file in place of a prepared case's folder; a link, a pipe or a folder in place of the cache's lock",
+    "refused; nothing is read, written or removed behind it",
+)
 @without("unet3d.data.disk_cache.os.open", follow)
 def test_a_link_in_place_of_a_folder_is_refused_and_what_is_behind_it_stays(tmp_path: Path) -> None:
     """Whoever may write to a cache that is shared may not make others remove and write files of their own."""
@@ -577,6 +624,8 @@ def test_a_link_in_place_of_a_folder_is_refused_and_what_is_behind_it_stays(tmp_
     assert {path.name: path.read_text() for path in victim.iterdir()} == contents
 
 
+@promise("data sets", "no link in `data.cache_root` ...")
+@promise("Data", "a link or a ...")
 @without("unet3d.data.disk_cache.os.open", follow, only="link")
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_lock_that_is_no_file_is_refused_and_nothing_is_made_behind_it(tmp_path: Path, kind: str) -> None:
@@ -587,6 +636,11 @@ def test_a_lock_that_is_no_file_is_refused_and_nothing_is_made_behind_it(tmp_pat
     assert not (tmp_path / "made").exists()
 
 
+@promise(
+    "Data",
+    "a process that is stopped, or hangs, while it prepares a case that another run needs",
+    "the other waits for it; a signal ends it with exit 75",
+)
 def test_a_signal_ends_the_wait_for_a_holder_that_hangs(tmp_path: Path, holder: tuple) -> None:
     _, key, _ = holder
     cache = DiskCache(tmp_path, full=False)
@@ -604,6 +658,7 @@ def of_samples(paths: list[Path], full: bool, folder: int) -> dict[str, Any]:
     return found | {"full": found["sample"]}
 
 
+@promise("Data", "a prepared file that ...")
 @without("unet3d.data.disk_cache.file_hashes", of_samples)
 def test_bytes_between_the_sampled_ones_are_compared_on_request(tmp_path: Path) -> None:
     arrays = {"voxels": np.zeros(10**6)}
@@ -617,6 +672,7 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(tmp_path: Path) 
         assert found.any() != full
 
 
+@promise("Data", "a prepared file that ...")
 def test_a_cache_that_is_removed_during_a_run_is_made_again(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "can_stay_mapped", lambda cases: False)
     found = ready(data)
@@ -627,6 +683,7 @@ def test_a_cache_that_is_removed_during_a_run_is_made_again(data: Data, monkeypa
     assert again is not before and equal(again, before)
 
 
+@promise("Data", "a cache's disk that ...")
 @pytest.mark.slow
 def test_a_disk_that_fills_while_preparing_is_one_line_and_nothing_half(small_disk: Path, tmp_path: Path) -> None:
     words = [*TINY, "data.phantom.cases=2", f"data.root={tmp_path / 'phantom'}", "data.cache=disk", "steps=2"]
@@ -653,6 +710,11 @@ def endless(cache: DiskCache) -> int:
     return 2**60
 
 
+@promise(
+    "Data",
+    "a cache's disk that is full, before or while cases are prepared; a folder that cannot be used",
+    "one line, and no unfinished case is left",
+)
 @without("unet3d.data.disk_cache.DiskCache.room", endless)
 def test_too_small_a_disk_is_refused_before_a_case_is_written(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     data.intensity = "zscore"
@@ -662,6 +724,7 @@ def test_too_small_a_disk_is_refused_before_a_case_is_written(data: Data, monkey
     assert not entries(Path(data.cache_root or ""))
 
 
+@promise("Data", "a cache's disk that ...")
 def test_a_folder_that_cannot_be_used_is_one_line(data: Data, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     data.cache_root = str(tmp_path / "file")
@@ -677,6 +740,7 @@ def open_to_all(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: 
     make_folder(path, parents=parents, exist_ok=exist_ok)
 
 
+@promise("data sets", "the default folder of `data.cache=disk` is made for its owner alone")
 @without("pathlib.Path.mkdir", open_to_all)
 def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from guards import without
 from nifti_files import changed, checked, decathlon, errors, holds, image, label, rewrite, told, write
+from promises import promise
 
 from unet3d.base.errors import UserError
 from unet3d.config import compose, resume_rules
@@ -306,6 +307,7 @@ def test_what_is_cached_and_what_a_run_rests_on_differ_by_the_map(tmp_path: Path
     ]
 
 
+@promise("Prediction", "labels that are not ...")
 @pytest.mark.parametrize(
     ("label_map", "values", "words"),
     [

@@ -18,6 +18,7 @@ import pytest
 import torch
 from guards import no, nothing, without
 from monai.data import get_track_meta, set_track_meta
+from promises import promise
 from torch.utils.data import _utils
 from training import TINY, train
 
@@ -69,6 +70,7 @@ def test_automatic_workers_follow_the_cores_of_a_rank_beside_a_gpu(
     assert worker_count(3, on_gpu) == 3
 
 
+@promise("Resume", "another number of data ...")
 @without("numpy.random.default_rng", unseeded, only="1")
 @pytest.mark.parametrize("workers", ["auto", 1, 2])
 def test_the_same_stream_for_any_number_of_workers(workers: int | str) -> None:
@@ -103,6 +105,7 @@ def test_only_what_patches_use_is_loaded_and_before_workers_start() -> None:
     assert found.stdout.splitlines() == ["False False", "True False"]
 
 
+@promise("Prediction", "nibabel and MONAI used ...")
 @pytest.mark.parametrize("before", [True, False])
 def test_making_batches_leaves_monai_as_others_use_it(before: bool) -> None:
     augment = Augment(**dict.fromkeys(("noise_p", "blur_p", "contrast_p", "gamma_p", "low_resolution_p"), 1.0))
@@ -146,6 +149,11 @@ def labelled(value: float) -> Callable[[torch.Tensor, torch.Tensor, np.random.Ge
     return change
 
 
+@promise(
+    "Training",
+    "a transform of one's own that returns labels that are no class, another type or size, or one value",
+    "exit 2; the line names the transform, what it returned and what it is to return",
+)
 @pytest.mark.parametrize(
     ("transform", "words"),
     [
@@ -292,6 +300,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
+@promise(
+    "Data",
+    "a data worker that raises, is killed or hangs",
+    "exit 1 with the missing cases and a hint; a hang ends by a timeout",
+)
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_an_error_in_a_worker_names_its_cases_and_keeps_its_trace(workers: int) -> None:
@@ -316,6 +329,7 @@ def test_a_memory_error_is_not_wrapped() -> None:
         second(exhaust, 0)
 
 
+@promise("Data", "a data worker that ...")
 @without("unet3d.data.loader.lost", nothing)
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_is_killed_is_reported_with_the_missing_cases() -> None:
@@ -324,6 +338,7 @@ def test_a_worker_that_is_killed_is_reported_with_the_missing_cases() -> None:
         second(die)
 
 
+@promise("Training", "too little shared memory ...")
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_cannot_hand_over_its_batch_names_shared_memory() -> None:
     """It is a file. torch's thread that sends batches would lose this one, which is waited for."""
@@ -331,6 +346,7 @@ def test_a_worker_that_cannot_hand_over_its_batch_names_shared_memory() -> None:
         second(functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100)))
 
 
+@promise("Training", "too few open files ...")
 @without("unet3d.data.loader.is_out_of_files", no)
 def test_a_batch_that_cannot_be_received_names_the_limit() -> None:
     error = lost(RuntimeError("Too many open files. Communication with the workers is no longer possible."))
@@ -339,6 +355,7 @@ def test_a_batch_that_cannot_be_received_names_the_limit() -> None:
     assert killed is not None and "--shm-size=2g" in str(killed)
 
 
+@promise("Data", "a data worker that ...")
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_hangs_is_ended_by_the_timeout() -> None:
@@ -354,6 +371,7 @@ def test_a_lost_worker_is_reported_once() -> None:
     assert lost(RuntimeError("shapes do not fit")) is None
 
 
+@promise("Data", "a data worker that ...")
 def test_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line(tmp_path: Path) -> None:
     """torch raises as soon as it notices, whatever the run is doing."""
     done = train(tmp_path, *TINY, "workers=1", "hydra.run.dir=run", hook=kill_a_worker_and_wait)

@@ -17,6 +17,7 @@ import pytest
 from guards import nothing, without
 from nibabel.arrayproxy import ArrayProxy
 from nifti_files import LPS, doubtful_places, holds, image, label, write, write_header
+from promises import promise
 
 from unet3d.base.errors import UserError
 from unet3d.data import nifti, nifti_labels, nifti_write
@@ -35,6 +36,7 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
+@promise("Data", "scaled integers, big-endian files ...")
 @pytest.mark.parametrize("name", ["plain.nii", "packed.nii.gz", "Bild 1 µm é.nii.gz", "A.NII.GZ", "a.Nii"])
 def test_compressed_or_not_the_voxels_are_the_same(tmp_path: Path, name: str) -> None:
     voxels = image((6, 5, 4, 2))
@@ -44,6 +46,7 @@ def test_compressed_or_not_the_voxels_are_the_same(tmp_path: Path, name: str) ->
     assert np.array_equal(read(tmp_path / f"again {name}"), voxels)
 
 
+@promise("Data", "4D and 2D images ...")
 @pytest.mark.parametrize(("shape", "seen"), [((6, 5, 4, 1), (6, 5, 4)), ((6, 5, 4, 1, 3), (6, 5, 4, 3))])
 def test_axes_of_one_are_dropped(tmp_path: Path, shape: tuple[int, ...], seen: tuple[int, ...]) -> None:
     path = write(tmp_path / "a.nii.gz", image(shape))
@@ -56,6 +59,7 @@ def unscaled(file: Path | IO[bytes], about: object, **options: bool) -> ArrayPro
     return ArrayProxy(file, (*about[:3], 1, 0) if isinstance(about, tuple) else about, **options)
 
 
+@promise("Data", "scaled integers, big-endian files, spaces and umlauts in names, .nii or .nii.gz", "the same voxels")
 @without("unet3d.data.nifti.ArrayProxy", unscaled, only="i2-0.5--1024-<-a.nii.gz")
 @pytest.mark.parametrize("name", ["a.nii", "a.nii.gz"])
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -75,6 +79,7 @@ def test_type_scaling_and_byte_order_are_followed(
     assert np.array_equal(read(tmp_path / name), values)
 
 
+@promise("Data", "labels above the classes ...")
 @without("unet3d.data.nifti_labels.ROUNDING", 0.0)
 def test_a_mask_that_is_scaled_to_almost_one_is_a_mask(tmp_path: Path) -> None:
     """255 stored as a byte with a slope of 1/255 in float32."""
@@ -95,6 +100,7 @@ def test_labels_that_nibabel_has_scaled_to_integers_are_labels(tmp_path: Path, c
     assert np.array_equal(nifti_labels.read_label("a", path, nifti.open_image("a", path), classes, None), voxels)
 
 
+@promise("Data", "labels above the classes ...")
 @without("unet3d.data.nifti_labels.QUANTUM", 1.0, only="0.9999")
 @pytest.mark.parametrize(("slope", "stored"), [(0.9999, 1), (1e-4, 9999), (1e-4, 10010)])
 def test_labels_that_lie_beside_whole_numbers_by_their_scale_are_refused(
@@ -156,6 +162,9 @@ def all_finite(values: np.ndarray) -> np.ndarray:
     return np.ones(np.shape(values), bool)
 
 
+@promise("data sets", "a header that claims more than the file can hold is refused before memory is taken")
+@promise("Data", "4D and 2D images ...")
+@promise("Data", "an affine that is NaN, singular or too large; voxel sizes of 0", "refused")
 @without("unet3d.data.forms.LARGEST", np.inf, only="far")
 @without("numpy.isfinite", all_finite, only="nan size")
 @pytest.mark.parametrize(("fault", "parts"), FAULTS.values(), ids=FAULTS)
@@ -166,6 +175,7 @@ def test_a_bad_header_is_refused_with_case_and_path(tmp_path: Path, fault: Calla
     assert holds(text, parts) and ("NIfTI" in text) == ("NIfTI" in "".join(parts)), "a file that is there or not"
 
 
+@promise("Data", "a file that is ...")
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
@@ -182,6 +192,12 @@ def test_a_file_that_is_no_nifti_is_refused(tmp_path: Path, name: str, content: 
     assert part in text and "NIfTI" not in text, "it is its name that is wrong, not its header"
 
 
+@promise("data sets", "a header that claims ...")
+@promise(
+    "Data",
+    "a header that claims far more than the file can hold; a spacing that asks for too many voxels",
+    "refused before memory is taken",
+)
 @without("unet3d.data.nifti.MAX_DEFLATE", 10**12, only="1000")
 @without("unet3d.data.nifti.MAX_VOXELS", 2**62, only="32767")
 @pytest.mark.parametrize("length", [1000, 32767])
@@ -197,6 +213,7 @@ def test_an_affine_that_overflows_is_refused_without_a_warning(tmp_path: Path) -
     assert holds(refusal(tmp_path / "a.nii"), ["1e+200", "sform"])
 
 
+@promise("Data", "voxel sizes of sform ...")
 @pytest.mark.parametrize(
     ("form", "wanted"),
     [
@@ -226,6 +243,7 @@ def test_an_affine_is_that_of_the_form_and_the_header_stays_as_it_is(
 BENT = ("quatern", 0.6, 0.6, 0.6)
 
 
+@promise("Data", "a label map that ...")
 @pytest.mark.parametrize(
     ("form", "fields", "parts"),
     [
@@ -264,6 +282,7 @@ def loaded(case: str, path: Path) -> nib.Nifti1Image:
     return nib.load(path)
 
 
+@promise("data sets", "header extensions (DICOM, XML) are not parsed")
 @without("unet3d.data.nifti.open_image", loaded)
 @pytest.mark.parametrize("code", [2, 4, 32], ids=["dicom", "afni", "cifti"])
 def test_an_extension_is_skipped_unread(tmp_path: Path, code: int) -> None:
@@ -277,6 +296,7 @@ def test_an_extension_is_skipped_unread(tmp_path: Path, code: int) -> None:
     assert nib.load(plain).header.extensions and not nifti.open_image("a", plain).header.extensions
 
 
+@promise("data sets", "header extensions (DICOM, XML) ...")
 @without("unet3d.data.nifti.open_image", loaded)
 def test_a_cifti_file_is_read_as_what_its_nifti_header_says(tmp_path: Path) -> None:
     """nibabel takes such an intent for CIFTI-2, and reads its XML."""
@@ -294,6 +314,11 @@ def reading(stream: gzip.GzipFile, offset: int) -> None:
     stream.read(offset)
 
 
+@promise(
+    "data sets",
+    "gzip is inflated in pieces, and only the voxels that the header names are kept: at most 1032 times the file, "
+    "deflate's limit, and 2^31 voxels",
+)
 @without("gzip.GzipFile.seek", reading)
 def test_voxels_far_into_the_stream_take_no_memory_for_what_is_before_them(tmp_path: Path) -> None:
     content = write_header(write(tmp_path / "a.nii", image()), "vox_offset", 2**24).read_bytes()
@@ -306,6 +331,10 @@ def test_voxels_far_into_the_stream_take_no_memory_for_what_is_before_them(tmp_p
     assert np.array_equal(voxels, image()) and peak < 2**22
 
 
+@promise(
+    "data sets",
+    "what a small gzip file holds before and behind its voxels is not inflated without end: at most 64 MiB and 1 MiB",
+)
 @without("unet3d.data.nifti.MAX_TRAILING", 2**21, only="1048577")
 @pytest.mark.parametrize(("extra", "is_read"), [(2**20, True), (2**20 + 1, False), (2**27, False)])
 def test_a_stream_that_goes_on_behind_its_voxels_is_not_followed(tmp_path: Path, extra: int, is_read: bool) -> None:
@@ -320,6 +349,7 @@ def test_a_stream_that_goes_on_behind_its_voxels_is_not_followed(tmp_path: Path,
             read(packed)
 
 
+@promise("data sets", "what a small gzip ...")
 @without("unet3d.data.nifti.MAX_OFFSET", 2**40)
 def test_voxels_that_begin_far_into_the_file_are_refused_unread(tmp_path: Path) -> None:
     path = write_header(write(tmp_path / "a.nii", image()), "vox_offset", 2**26 + 16)
@@ -328,6 +358,11 @@ def test_voxels_that_begin_far_into_the_file_are_refused_unread(tmp_path: Path) 
     assert holds(refusal(packed), [" 67,108,880", " 67,108,864"])
 
 
+@promise(
+    "Prediction",
+    "nibabel and MONAI used beside unet3d, as in a notebook",
+    "nibabel's logger and MONAI's `track_meta` stay as they were",
+)
 @without("nibabel.imageglobals.logger.addFilter", nothing)
 def test_what_nibabel_corrects_in_a_header_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
@@ -341,6 +376,7 @@ def test_what_nibabel_corrects_in_a_header_is_not_logged(
     assert "of others" in caplog.text
 
 
+@promise("Data", "a byte flipped in a .nii.gz that still inflates", "found by the checksum at its end")
 def test_a_flipped_byte_is_found_though_it_still_inflates(tmp_path: Path) -> None:
     voxels = image((20, 20, 20))
     path = write(tmp_path / "a.nii", voxels)
@@ -353,6 +389,7 @@ def test_a_flipped_byte_is_found_though_it_still_inflates(tmp_path: Path) -> Non
         read(packed)
 
 
+@promise("Data", "a file that is ...")
 @without("unet3d.data.nifti.READ_ERRORS", (OSError, ValueError), only="0.9")
 @pytest.mark.parametrize("kept", [0.5, 0.9, 0.99])
 def test_a_truncated_gz_is_refused(tmp_path: Path, kept: float) -> None:
@@ -375,6 +412,7 @@ def tilted(kind: type, shape: tuple[int, ...]) -> nib.Nifti1Image:
     return stored
 
 
+@promise("Prediction", "images turned, anisotropic, in ...")
 @pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
 @pytest.mark.parametrize("shape", [(6, 5, 4), (6, 5, 4, 2)])
 def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
@@ -413,6 +451,7 @@ def in_place(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
+@promise("Prediction", "a write that fails or is cut short", "the old file stays whole, and no other is left")
 @without("unet3d.data.nifti_write.replacing", in_place)
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nii.gz", image())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from guards import without
 from nifti_files import FLIPPED, LPS, case, checked, decathlon, image, label, told, write
+from promises import promise
 from training import TINY, face, records, train
 
 from unet3d import build
@@ -76,6 +77,12 @@ def test_ct_without_foreground_is_refused() -> None:
         intensity_rules("ct", ("CT",), iter([np.zeros((1, 0), np.float32)]))
 
 
+@promise(
+    "Data",
+    "a foreground of one value under `data.intensity=ct`, an image that its rule makes constant, images without "
+    "contrast",
+    "refused, with the rule to use; a warning where some images have no contrast",
+)
 @pytest.mark.parametrize("ends", [(3071, 3071), (3071, 3071.01)])
 def test_a_foreground_of_one_value_is_no_scale_of_ct(ends: tuple[float, float]) -> None:
     """As of a saturated scan: each image would become constant."""
@@ -88,6 +95,7 @@ def test_a_foreground_of_one_value_is_no_scale_of_ct(ends: tuple[float, float]) 
     assert 1e30 < intensity_rules("ct", ("CT",), iter([whole]))[0].std < 3e30, "whose square is no float32"
 
 
+@promise("Data", "a foreground of one ...")
 @pytest.mark.parametrize("cache", ["memory", "disk", "off"])
 def test_an_image_that_its_rule_makes_constant_is_refused(tmp_path: Path, cache: str) -> None:
     data = decathlon(tmp_path)
@@ -99,6 +107,7 @@ def test_an_image_that_its_rule_makes_constant_is_refused(tmp_path: Path, cache:
     prepare_data(data)
 
 
+@promise("Data", "a foreground of one ...")
 def test_images_without_contrast_are_warned_of_and_refused_where_none_has_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +132,11 @@ UNLIKE = {  # what is done to an image, by what is said of it under each rule: n
 }
 
 
+@promise(
+    "Prediction",
+    "an image unlike those of training: other units, spacing or field of view",
+    "one warning with both numbers, in `predict` and `segment`",
+)
 @pytest.mark.parametrize("kind", ["ct", "zscore", "none"])
 @pytest.mark.parametrize("cache", ["memory", "disk", "off"])
 def test_an_image_unlike_those_of_training_is_told(tmp_path: Path, kind: str, cache: str) -> None:
@@ -165,6 +179,11 @@ def all_finite(values: np.ndarray) -> np.ndarray:
     return np.ones(np.shape(values), bool)
 
 
+@promise(
+    "Data",
+    "voxels that are NaN or infinite",
+    "an error, or with `data.nonfinite=zero` counted, reported and 0, in training and in `predict`",
+)
 @without("unet3d.data.nifti.np.isfinite", all_finite, only="nan")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_voxels_that_are_not_finite_are_an_error_or_counted_and_zero(
@@ -187,6 +206,7 @@ def test_voxels_that_are_not_finite_are_an_error_or_counted_and_zero(
     assert volume.nonfinite_voxels == 2 and np.array_equal(volume.image[0], stored[::-1, ::-1])
 
 
+@promise("Data", "voxels that are NaN ...")
 @pytest.mark.slow
 def test_predict_accepts_what_its_run_accepted_and_counts_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -211,6 +231,7 @@ def test_predict_accepts_what_its_run_accepted_and_counts_it(
     assert (tmp_path / "out" / "a.nii.gz").exists()
 
 
+@promise("Data", "a label map of ...")
 @without("unet3d.data.grids.SAME_GRID", np.inf)
 def test_with_affine_check_warn_label_and_image_are_paired_voxel_by_voxel(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -227,6 +248,7 @@ def test_with_affine_check_warn_label_and_image_are_paired_voxel_by_voxel(
     assert np.array_equal(volume.label, label()[::-1, ::-1])
 
 
+@promise("Data", "4D and 2D images ...")
 def test_a_model_for_another_number_of_channels_is_refused(tmp_path: Path) -> None:
     ready = prepare_data(decathlon(tmp_path))
     config = compose([f"data.root={tmp_path}", "data=decathlon", "model.in_channels=2"])
@@ -234,6 +256,11 @@ def test_a_model_for_another_number_of_channels_is_refused(tmp_path: Path) -> No
         build.model_options(config, ready.dataset, ready.spacing)
 
 
+@promise(
+    "Data",
+    "thick slices, volumes smaller than the patch, sizes that 2^levels does not divide",
+    "they train, and predictions have the image's shape and affine",
+)
 @pytest.mark.parametrize("shape", [(21, 13, 3), (9, 9, 9), (5, 40, 1)], ids=str)
 def test_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path: Path, shape: tuple) -> None:
     """1 x 1 x 5 mm; smaller than the patch, and no multiple of 2^levels."""
@@ -255,6 +282,7 @@ def test_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path: Pat
     assert found.header.get_zooms() == source.header.get_zooms() and set(np.unique(found.dataobj)) <= {0, 1, 2}
 
 
+@promise("Data", "a constant image; values at both ends of float32", "finite once normalised")
 def test_a_constant_image_is_finite_once_normalised(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     case(tmp_path, np.full((6, 5, 4), 7, np.int16), label(), "a")
@@ -263,6 +291,7 @@ def test_a_constant_image_is_finite_once_normalised(tmp_path: Path) -> None:
         assert all(torch.isfinite(ready.read(one).image).all() for one in (*ready.train, *ready.val))
 
 
+@promise("Data", "a constant image; values ...")
 def test_values_at_both_ends_of_float32_are_normalised_without_a_warning() -> None:
     image = np.array([-3e38, 3e38], np.float32).reshape(1, 2, 1, 1)
     with warnings.catch_warnings():
@@ -271,6 +300,11 @@ def test_values_at_both_ends_of_float32_are_normalised_without_a_warning() -> No
     assert found.ravel().tolist() == [-1, 1]
 
 
+@promise(
+    "Data",
+    "a file or an option that changed after cases were prepared",
+    "the next run sees it: with `data.cache=disk`, it has other files",
+)
 def test_a_file_that_changed_is_seen_by_the_next_run(tmp_path: Path) -> None:
     """Without data.cache=disk, nothing on disk could be out of date."""
     data = decathlon(tmp_path)
@@ -299,6 +333,7 @@ def endless() -> int:
     return 2**60
 
 
+@promise("Disk and limits", "the cases need more than the memory", "refused before any voxel is read")
 @without("unet3d.data.preprocess.host_bytes", endless)
 def test_cases_that_need_more_than_the_memory_are_refused_before_any_voxel_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from guards import nothing, without
 from nifti_files import checked, told
+from promises import promise
 from scipy import ndimage
 
 from unet3d.base.errors import UserError
@@ -77,6 +78,11 @@ def test_a_generation_that_stops_half_way_leaves_nothing(tmp_path: Path) -> None
     assert len(contents(synthetic.write_dataset(tmp_path / "set", {}, [case]))) == 3
 
 
+@promise(
+    "Data",
+    "SIGKILL while a data set is generated; two containers that generate it at once, with equal process numbers",
+    "what the dead left is removed by the next; each writes to a folder of its own, and one of them is kept",
+)
 def test_what_a_killed_process_left_behind_is_removed(tmp_path: Path) -> None:
     complete = synthetic.ensure_phantom(SMALL, tmp_path / "made")
     left_behind = tmp_path / f".unet3d-{'0' * 16}.tmp"
@@ -90,6 +96,7 @@ def of_one_process() -> str:
     return f".unet3d-{'1' * 16}.tmp"
 
 
+@promise("Data", "SIGKILL while a data ...")
 @without("unet3d.base.files.temporary_name", of_one_process)
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_two_containers_with_equal_process_numbers_do_not_disturb_each_other(tmp_path: Path, is_stopped: bool) -> None:

@@ -13,6 +13,7 @@ from nibabel.affines import apply_affine
 from nibabel.eulerangles import euler2mat
 from nibabel.orientations import apply_orientation
 from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, told, write, write_header
+from promises import promise
 from scipy import ndimage
 
 from unet3d.base.errors import UserError
@@ -99,6 +100,7 @@ def test_a_voxel_keeps_its_place_and_its_label(tmp_path: Path, codes: str, turn:
     assert volume.label.flags.c_contiguous
 
 
+@promise("Prediction", "images turned, anisotropic, in ...")
 @pytest.mark.parametrize("codes", ORIENTATIONS)
 def test_labels_return_to_their_file_unchanged(tmp_path: Path, codes: str) -> None:
     one = one_case(tmp_path, codes, (0.2, 0.1, -0.3))
@@ -112,6 +114,7 @@ def test_labels_return_to_their_file_unchanged(tmp_path: Path, codes: str) -> No
     assert np.array_equal(np.asanyarray(nib.load(tmp_path / "out.nii.gz").dataobj), stored)
 
 
+@promise("Prediction", "images turned, anisotropic, in ...")
 @pytest.mark.parametrize("codes", ORIENTATIONS)
 def test_resampled_labels_return_within_a_voxel(tmp_path: Path, codes: str) -> None:
     one = one_case(tmp_path, codes, shape=(40, 30, 24))
@@ -215,6 +218,7 @@ SPACINGS = [None, [1.3, 1.1, 2.5], [0.8, 3.0, 40.0], [3.1, 0.9, 1.0]]
 GRIDS = [(*pair, ORIENTATIONS[number % 3]) for number, pair in enumerate(product(ORDERS, SPACINGS))]
 
 
+@promise("Prediction", "a volume whose probabilities ...")
 @pytest.mark.parametrize(("axes", "spacing", "codes"), GRIDS)
 def test_strips_on_the_files_grid_are_the_volume_in_one_piece(
     tmp_path: Path, codes: str, spacing: list | None, axes: tuple[int, int, int]
@@ -242,6 +246,11 @@ def test_strips_on_the_files_grid_are_the_volume_in_one_piece(
 STEPS = [(1, (5, 3)), (2, (1, 1))]
 
 
+@promise(
+    "Data",
+    "4D and 2D images",
+    "the fourth axis is the channels, which must match; an axis of 1 is dropped; 2D is refused",
+)
 @without("unet3d.data.nifti.np.moveaxis", unchanged)
 def test_channels_come_first(tmp_path: Path) -> None:
     stored = image((6, 5, 4, 3))
@@ -284,6 +293,7 @@ def all_finite(values: np.ndarray) -> np.ndarray:
     return np.ones(np.shape(values), bool)
 
 
+@promise("Data", "voxels that are NaN ...")
 @without("numpy.isfinite", all_finite, only="nan")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
 def test_voxels_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
@@ -307,6 +317,8 @@ def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
         read_volume(one, 3, None, [0.001, 0.001, 0.001])
 
 
+@promise("data sets", "resampling to `data.spacing` makes at most 32 times the voxels that are stored")
+@promise("Data", "a header that claims ...")
 @without("unet3d.data.grids.MAX_GROWTH", 10**9)
 def test_a_grid_may_hold_32_times_the_voxels_that_are_stored(tmp_path: Path) -> None:
     """Also where that is far less than the most that a file may hold; the check lists every such case."""
@@ -319,6 +331,7 @@ def test_a_grid_may_hold_32_times_the_voxels_that_are_stored(tmp_path: Path) -> 
     assert [line.split(": ")[0] for line in checked(data, full=False)] == [*"abcd"]
 
 
+@promise("Data", "values that float32 cannot tell apart, as behind an offset of 1e9", "refused")
 @without("unet3d.data.nifti.GREYS", 0, only="int32")
 @pytest.mark.parametrize(
     ("voxels", "slope", "inter"),

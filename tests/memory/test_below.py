@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from promises import promise
 from torch import Tensor, nn
 from training import PLAIN, TINY, face, pixels_alone, train
 
@@ -98,6 +99,11 @@ def test_a_peak_at_the_limit_fits_and_one_of_a_byte_more_does_not(
     assert f"{mib(peak - peak // 2)} MiB above" in lines[2] and mib(answer["layer"]["bytes"]) in lines[2]
 
 
+@promise(
+    "The memory of any network",
+    "a network that prints, under `memory --below ... --json`",
+    "its lines go to stderr: the object is alone on stdout",
+)
 def test_the_object_has_the_documented_names_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     answer = checked(capsys, *of_skips(), below="1MiB")
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
@@ -346,6 +352,11 @@ class Choosing(nn.Conv3d):
         return super().forward(image if image.mean() > 0 else -image)
 
 
+@promise(
+    "The memory of any network",
+    "an unexpected error in `memory --below`, whose exit code 1 is also that of a peak above the limit",
+    "nothing on stdout, where the answer would be",
+)
 def test_an_unexpected_error_is_no_answer_either(tmp_path: Path) -> None:
     """It ends with exit code 1 as a peak above the limit does, and prints a trace and no answer."""
     (tmp_path / "broken.py").write_text("raise ZeroDivisionError('of the file')\n")

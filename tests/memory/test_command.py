@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from promises import promise
 from training import PLAIN, face
 
 from unet3d.base.types import mib
@@ -113,6 +114,11 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
     assert (out / "figures" / "peaks.png").exists()
 
 
+@promise(
+    "Config",
+    "several configs for `unet3d memory`, of which some make no sense",
+    "a row and a line that says why it is skipped; exit 2 with the reasons if all are",
+)
 def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
     capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from guards import without
+from promises import promise
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from training import PLAIN, train
@@ -222,6 +223,7 @@ def test_the_replay_has_the_settings_that_the_environment_asks_for(
     assert line.startswith(f"{name}:") and "backend:cudaMallocAsync" in line and "max_split" not in line
 
 
+@promise("Training", "memory runs out in ...")
 @without("unet3d.base.errors.NO_MEMORY", ("can't allocate", "ALLOC_FAILED"), only="create a primitive-True")
 @without("unet3d.base.errors.NO_MEMORY", ("could not create a primitive",), only="primitive descriptor")
 @pytest.mark.parametrize(

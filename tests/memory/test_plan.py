@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 import pytest
 import torch
 from guards import nothing, without
+from promises import promise
 from training import PLAIN, face
 
 from unet3d import build
@@ -348,6 +349,11 @@ def test_on_cuda_ckpt_auto_splits_until_what_is_reserved_fits() -> None:
     assert simulated(option(*words, "ckpt=auto", f"budget={plain.reserved_bytes / MIB}MiB")).segments == 1
 
 
+@promise(
+    "Training",
+    "a GPU has less memory free than the step would reserve, or a validation hold",
+    "exit 2 before the run, with what would fit",
+)
 @without("unet3d.memory.preflight.refuse_over_card", nothing)
 def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(
     gpu: list[int], capsys: pytest.CaptureFixture
@@ -408,6 +414,7 @@ def test_fewer_windows_are_a_remedy_for_a_validation_of_several() -> None:
     assert "inference.batch" not in said[1]
 
 
+@promise("Ranks", "more ranks than GPUs", "one line, before the run")
 def test_more_ranks_than_gpus_are_one_line(gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "LOCAL_SIZE", 2)
     with pytest.raises(UserError, match=r"^2 ranks, 1 GPU\b.*--nproc-per-node 1\b"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from promises import promise
 from training import face
 
 from unet3d.base.errors import UserError
@@ -61,6 +62,11 @@ def test_each_job_of_a_sweep_has_the_plan(plan: Path, tmp_path: Path) -> None:
     assert f"plan={plan}" in jobs[0].overrides and not any("patch" in word for word in jobs[0].overrides)
 
 
+@promise(
+    "checkpoints and run folders",
+    "a plan (`plan=FILE`) is plain values of a few options: it names no code, account, checkpoint or folder but "
+    "`data.root`, and is checked as options are",
+)
 @pytest.mark.parametrize(
     ("text", "named"),
     (
@@ -103,6 +109,11 @@ def test_a_plan_that_is_not_there_is_named(tmp_path: Path) -> None:
         compose.compose([f"plan={tmp_path / 'none.yaml'}"])
 
 
+@promise(
+    "Config",
+    "options of `plan` that need other options: an entry for each level, valid convolutions",
+    "one line before data are read",
+)
 @pytest.mark.parametrize(
     "words",
     (

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from brain import make_brain
 from phantoms import KINDS, Kind, fingerprint, write_data_set
+from promises import promise
 from training import face, train
 
 from unet3d.base.errors import UserError
@@ -109,6 +110,12 @@ def taken(draft: Draft, folder: Path) -> Config:
     return compose.compose([f"plan={plan}"])
 
 
+@promise(
+    "Config",
+    "volumes that are tiny, flat or longer than 2,048 voxels",
+    "`plan` takes the volume as the patch, up to 2,048 voxels an axis, with the levels that suit it; a volume of "
+    "one voxel is one line",
+)
 @pytest.mark.parametrize("shape", ((32, 32, 1), (32, 32, 2), (1, 1, 40), (2, 2, 2), (15, 15, 15), (4000, 3, 3)))
 def test_a_small_thin_or_long_volume_is_the_first_patch(shape: tuple[int, int, int]) -> None:
     first = sized_patches((1.0, 1.0, 1.0), shape)[0].patch
@@ -121,12 +128,19 @@ def test_a_run_takes_the_plan_of_small_volumes(shape: tuple[int, int, int], quic
     assert prod(taken(draft, tmp_path).data.patch) >= prod(shape)
 
 
+@promise("Config", "volumes that are tiny ...")
 def test_a_volume_of_one_voxel_is_one_line(quick: None) -> None:
     with pytest.raises(UserError, match="one voxel") as error:
         planned(Kind((1, 1, 1), (1.0, 1.0, 1.0), ("MR",), ("background", "organ"), 0, 300), 400 * MIB)
     assert "\n" not in str(error.value)
 
 
+@promise(
+    "Config",
+    "spacings of nanometres to metres; a case that the planned spacing would make more than 32 times as large",
+    "whatever `plan` writes, `train` takes: the spacing is made coarser, and the line says so; `like=nnunet` is "
+    "refused",
+)
 @pytest.mark.parametrize(
     ("spacings", "reason"),
     (
@@ -164,6 +178,11 @@ def test_a_saturated_foreground_is_planned_with_z_scores(name: str) -> None:
     assert draft.options["data.intensity"] == "zscore" and "one value" in draft.decisions[-1].reason
 
 
+@promise(
+    "Config",
+    "a time or a budget in which only a patch smaller than the foreground fits, or few steps",
+    "`plan` warns, with both sizes and what to give",
+)
 def test_a_patch_that_the_time_makes_smaller_than_the_foreground_is_warned_of(quick: None) -> None:
     draft = planned(SMALL, 400 * MIB, NARROW, seconds=60)
     patch, steps = draft.warnings
@@ -171,6 +190,7 @@ def test_a_patch_that_the_time_makes_smaller_than_the_foreground_is_warned_of(qu
     assert "few" in steps
 
 
+@promise("Config", "a plan's file whose name Hydra does not take as it is", "the printed command has it in quotes")
 def test_a_smaller_patch_and_odd_names_are_planned_and_the_printed_command_composes(
     tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from equality import drawn_table
+from promises import promise
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
@@ -227,6 +228,11 @@ class Outputs(nn.Module):
         return [head(x) for head in self.heads]
 
 
+@promise(
+    "What is seen, what is refused, what runs plain",
+    "a network whose schedule would need no less than it does plain",
+    "a line says so, and the network itself runs",
+)
 @pytest.mark.parametrize("options", [("lean",), ("tiles",), ("auto", "16MiB")])
 def test_a_network_whose_schedules_save_nothing_runs_plain(
     options: tuple[Any, ...], capsys: pytest.CaptureFixture[str]

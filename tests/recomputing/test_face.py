@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from equality import assert_close, assert_same, drawn_schedules, run
 from guards import without
+from promises import promise
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves, tree_structure
@@ -75,6 +76,7 @@ def any_schedule() -> Any:
         yield
 
 
+@promise("Resume", "subclasses, parametrizations and gates ...")
 @pytest.mark.parametrize("frozen", ["first", "norm", "middle", "head"])
 def test_frozen_layers(frozen: str) -> None:
     model = make()
@@ -105,6 +107,7 @@ def test_all_but_one_frozen() -> None:
     assert_same(run(Recomputed(model), image(), image_needs_gradient=False), plain)
 
 
+@promise("What is seen, what is refused, what runs plain", "change parameters and buffers ...")
 def test_thawed_after_a_pass() -> None:
     model = make()
     network = Recomputed(model)
@@ -136,11 +139,13 @@ class Twice(Net):
         return self.head(x)
 
 
+@promise("Resume", "subclasses, parametrizations and gates ...")
 @pytest.mark.parametrize("kind", [Tied, Twice])
 def test_shared_parameters(kind: Callable[[], nn.Module]) -> None:
     check(make(kind))
 
 
+@promise("Resume", "subclasses, parametrizations and gates ...")
 def test_a_norm_in_evaluation_within_training() -> None:
     model = make()
     with torch.no_grad():
@@ -153,6 +158,11 @@ def test_a_norm_in_evaluation_within_training() -> None:
     assert torch.equal(model.get_buffer("norm.running_mean"), torch.full((4,), 0.3, dtype=torch.float64))
 
 
+@promise(
+    "What is seen, what is refused, what runs plain",
+    "`eval()`, `torch.no_grad()`, an empty batch",
+    "the network itself runs",
+)
 def test_evaluation_and_passes_without_gradients_are_the_networks() -> None:
     model = make()
     network = Recomputed(model)
@@ -240,6 +250,12 @@ class Gated(Net):
         self.middle = Gate(self.middle)  # type: ignore[assignment]
 
 
+@promise(
+    "Resume",
+    "subclasses, parametrizations and gates, shared weights, a block that is called twice, a norm in evaluation, "
+    "frozen layers, under `recompute`",
+    "the gradients of autograd",
+)
 @pytest.mark.parametrize("kind", [Weighted, Subclassed, Gated])
 def test_changed_layers(kind: Callable[[], nn.Module]) -> None:
     check(make(kind))
@@ -269,6 +285,12 @@ class Branching(Net):
         return self.head(x)
 
 
+@promise(
+    "What is seen, what is refused, what runs plain",
+    "`forward` depends on numbers of a map (`if x.mean() > 0`, `.item()`) or of a counter, changes the image in "
+    "place, or a map that another is a view of",
+    "refused, with the line",
+)
 def test_a_forward_that_depends_on_numbers_is_refused_with_its_place() -> None:
     lines, first = inspect.getsourcelines(Branching.forward)
     place = next(first + number for number, line in enumerate(lines) if "if x.mean()" in line)
@@ -276,6 +298,7 @@ def test_a_forward_that_depends_on_numbers_is_refused_with_its_place() -> None:
         Recomputed(make(Branching))(image())
 
 
+@promise("What is seen, what is refused, what runs plain", "hooks of layers, or ...")
 @pytest.mark.parametrize("name", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_modules_are_refused(name: str) -> None:
     model = make()
@@ -327,6 +350,7 @@ class Tokens(nn.Module):
         return self.mix(tokens).transpose(1, 2).reshape(maps.shape)
 
 
+@promise("Resume", "an operation that `recompute` ...")
 def test_operations_without_a_rule_are_named() -> None:
     lines = []
     for network in (Tokens(), make()):
@@ -457,6 +481,11 @@ def test_what_is_no_plain_network_or_no_size_is_refused(
         recompute(model, **options)
 
 
+@promise(
+    "What is seen, what is refused, what runs plain",
+    "an image of other channels, another type, or a size that the network cannot take",
+    "refused, with what `forward` raises, and lengths that it takes",
+)
 @pytest.mark.parametrize(
     ("arguments", "keywords", "words"),
     (
@@ -487,6 +516,11 @@ def test_lengths_that_a_network_cannot_take_are_named_with_others() -> None:
         recompute(make(), image(0, 1, 9, 6, 5))
 
 
+@promise(
+    "What is seen, what is refused, what runs plain",
+    "batch norm with `momentum=None`, in training",
+    "refused, with its layer",
+)
 def test_counted_averages_are_refused_with_their_layer() -> None:
     model = make()
     model.norm.momentum = None

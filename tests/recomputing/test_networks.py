@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from equality import assert_same, drawn_schedules, run
+from promises import promise
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -107,6 +108,11 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
 }
 
 
+@promise(
+    "Resume",
+    "an operation that `recompute` has no rule for, as attention",
+    "runs again under autograd in backward, in groups, and is right; a line names it",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "size"), MONAI.values(), ids=[*MONAI])
 def test_networks_of_monai(make: Callable[[], nn.Module], size: tuple[int, int, int]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from legibility import assert_legible
 from matplotlib.figure import Figure
 from PIL import Image
+from promises import promise
 from training import yaml_of
 
 from unet3d.base.errors import UserError
@@ -259,6 +260,11 @@ def test_like_runs_are_comparable(make: Make) -> None:
     assert mismatches(read_runs([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
 
 
+@promise(
+    "Run folders and checkpoints of strangers",
+    "memory.json, metrics.jsonl or env.json that is empty, cut short, of other types, of huge numbers or of any depth",
+    "passed over, or shown as text, without a trace",
+)
 @pytest.mark.parametrize(
     ("words", "changed", "said"),
     [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from allocator import dispatch_modes
+from promises import promise
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -317,6 +318,12 @@ class Choosing(Own):
         return super().forward(image)
 
 
+@promise(
+    "The memory of any network",
+    "a network or a loss reads values, which a prediction takes as 0: branches, stochastic depth, draws of Python "
+    "or NumPy",
+    "a warning with FILE:LINE, also in the result, in what is printed, in memory.json and on the page",
+)
 def test_a_prediction_that_has_to_guess_values_says_where(tmp_path: Path) -> None:
     line = Choosing.forward.__code__.co_firstlineno + 1
     with pytest.warns(UserWarning, match=rf"test_explain\.py:{line}\b.*explain"):
@@ -338,6 +345,11 @@ class Recurrent(nn.Module):
         return self.head(y.transpose(1, 2).reshape(-1, 4, *image.shape[2:]))
 
 
+@promise(
+    "The memory of any network",
+    "an LSTM, which keeps for backward what its library alone knows the size of",
+    "a guess, with the same warning, that names it",
+)
 @pytest.mark.filterwarnings("ignore:A GUESS")
 def test_an_lstm_whose_workspace_is_not_known_is_a_guess_that_says_so() -> None:
     """A recurrent layer without such a workspace is predicted to the byte; with one, too low or said to be."""
@@ -361,6 +373,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@promise("The memory of any network", "a network or a ...")
 @pytest.mark.parametrize("way", READS)
 def test_values_read_by_a_loss_and_draws_of_others_are_guesses_too(way: str) -> None:
     def loss(output: list[Tensor], label: Tensor) -> Tensor:
@@ -402,6 +415,11 @@ SIZES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@promise(
+    "The memory of any network",
+    "sizes that depend on values; a step that fails for values taken as 0",
+    "one line with FILE:LINE: use `explain`",
+)
 @pytest.mark.parametrize("way", SIZES)
 def test_what_depends_on_values_and_cannot_be_predicted_is_one_line(way: str) -> None:
     def loss(output: list[Tensor], label: Tensor) -> Tensor:
@@ -412,6 +430,7 @@ def test_what_depends_on_values_and_cannot_be_predicted_is_one_line(way: str) ->
         unet3d.memory.predict(Own(), SHAPE, loss)
 
 
+@promise("The memory of any network", "an image that is not N C D H W, without a loss of its own", "one line")
 def test_an_image_of_two_dimensions_needs_a_loss_of_its_own() -> None:
     model = nn.Conv2d(1, 3, 3, padding=1)
     for act in (unet3d.memory.predict, unet3d.memory.explain):
@@ -435,6 +454,11 @@ class Named(nn.Module):
         return self.loss(self.encoder["block"](x + x))
 
 
+@promise(
+    "The memory of any network",
+    "submodules called `block`, `0` or `loss`",
+    "rows of their own under their full names",
+)
 @pytest.mark.parametrize("act", [unet3d.memory.predict, unet3d.memory.explain])
 def test_layers_have_their_full_names(act: Callable[..., Any]) -> None:
     found = act(Named(), SHAPE)
@@ -470,6 +494,11 @@ def unet_of_monai() -> nn.Module:
     return UNet(3, 1, 3, (4, 8), (2,), norm="instance", act=("leakyrelu", {"inplace": True}))
 
 
+@promise(
+    "The memory of any network",
+    "an activation in place on a view, as after instance norm, whose gradient autograd copies",
+    "predicted bytes, peaks and layers equal the measured ones",
+)
 @pytest.mark.parametrize("make", [Sliced, dynunet, unet_of_monai])
 def test_predicted_and_measured_bytes_are_of_the_same_layers(make: Callable[[], nn.Module]) -> None:
     model = make()
@@ -479,7 +508,8 @@ def test_predicted_and_measured_bytes_are_of_the_same_layers(make: Callable[[], 
 
 
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("explain_bench", Path(__file__).parents[1] / "bench" / "explain.py")
+    path = Path(__file__).parents[2] / "benchmarks" / "explain.py"
+    spec = importlib.util.spec_from_file_location("explain_bench", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -499,7 +529,7 @@ def tiny(name: str) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SegResNet", "UNETR"])
 def test_networks_of_monai_are_explained_as_the_allocator_has_them(name: str) -> None:
-    """Within 1 %, without what one kernel takes and gives back; `tests/bench/explain.py` has them in their sizes."""
+    """Within 1 %, without what one kernel takes and gives back; `benchmarks/explain.py` has them in their sizes."""
     shape = (1, 1, 16, 16, 16)
     tensors, _ = bench().unobserved(partial(tiny, name), shape)
     for act in (unet3d.memory.predict, unet3d.memory.explain):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from guards import without
+from promises import promise
 from test_folds import make
 
 from unet3d.base.errors import UserError
@@ -143,6 +144,11 @@ def test_runs_that_are_no_cross_validation_are_refused(tmp_path: Path, words: tu
         fold_tables.read_methods([tmp_path])
 
 
+@promise(
+    "Training",
+    "two sweeps of equal options in one table of folds",
+    "refused, with the two runs of the same method and fold",
+)
 def test_two_sweeps_of_one_method_are_refused_also_beside_another(tmp_path: Path) -> None:
     sweeps = [sweep(tmp_path / "x", FIRST, "seed=1"), sweep(tmp_path / "y", SECOND, "seed=1")]
     sweeps.append(sweep(tmp_path / "z", SECOND, "seed=2"))

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 import pytest
 import yaml
 from legibility import drawing
+from promises import promise
 from training import yaml_of
 
 from unet3d.report import compare, folds, score_plots
@@ -97,6 +98,7 @@ def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
     assert f"{stdev(left):.3f}" in page and "Not comparable" not in page
 
 
+@promise("Training", "a fold of a ...")
 def test_folds_that_differ_in_more_are_not_one_method(tmp_path: Path) -> None:
     runs = read_runs([make(tmp_path / str(n), f"data.fold={n}", f"optim.lr=0.{n + 1}") for n in range(2)])
     assert [row.name for row in folds.methods(runs)] == ["0", "1"]
@@ -104,6 +106,7 @@ def test_folds_that_differ_in_more_are_not_one_method(tmp_path: Path) -> None:
     assert [row.name for row in folds.methods(again)] == ["a", "b"], "a fold that was run twice"
 
 
+@promise("Training", "a fold of a ...")
 @pytest.mark.parametrize(
     ("others", "said"),
     [
@@ -122,6 +125,12 @@ def test_methods_on_other_folds_are_not_comparable(
     assert said[0] in line
 
 
+@promise(
+    "Training",
+    "a fold of a cross-validation that failed, never began or was run twice, folds whose runs differ in more, "
+    "methods with other folds",
+    "a mean over the others that says so; no mean; not comparable, with the reason",
+)
 def test_a_fold_that_failed_or_never_began_is_missed_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from guards import unchanged, without
 from PIL import Image
+from promises import promise
 from rich.console import Console as Terminal
 from training import forked, make_media_folder
 from wandb_records import read_file, read_run
@@ -111,6 +112,7 @@ def test_what_json_lacks_is_a_string_that_float_reads(tmp_path: Path) -> None:
     assert float(record["c"]) == -math.inf
 
 
+@promise("Training", "SIGKILL while records are ...")
 def test_a_resumed_run_appends_after_a_record_that_was_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "train/lo')
@@ -121,6 +123,11 @@ def test_a_resumed_run_appends_after_a_record_that_was_cut_short(tmp_path: Path)
     assert path.read_text() == '{"step": 1}\n{"step": 2, "train/lo\n{"step": 3}\n{"step": 4}\n'
 
 
+@promise(
+    "Training",
+    "SIGKILL while records are written",
+    "every finished step is there; a last line that was cut short is passed over",
+)
 def test_a_killed_run_has_every_record_that_it_wrote(tmp_path: Path) -> None:
     code = (
         "import itertools, pathlib; from unet3d.report.loggers import JsonLines\n"
@@ -179,6 +186,11 @@ def log_all(logger: Memory | Loggers) -> None:
     logger.close(4)
 
 
+@promise(
+    "Training",
+    "a logger of one's own that fails, exits or has no `scalars`",
+    "one warning with its option; the run goes on without it",
+)
 @pytest.mark.parametrize("fails", range(5))
 def test_a_logger_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails: int, capsys: Capture) -> None:
     alone, bad, good = Memory(), Memory(fails), Memory()
@@ -216,6 +228,7 @@ def nothing(config, folder): pass
 """
 
 
+@promise("Training", "a logger of one's ...")
 @pytest.mark.parametrize("name", ["Exits", "Starts", "nothing"])
 def test_a_logger_of_ones_own_neither_ends_the_run_nor_logs_nothing_unsaid(
     name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
@@ -376,6 +389,11 @@ loggers.close(0)
 """
 
 
+@promise(
+    "Training",
+    "a tracked run that is stopped or killed, and resumed offline; uploaded in any order",
+    "the resumed part has an id of its own and all records: nothing is replaced, nothing is missing",
+)
 def test_a_resumed_part_that_is_offline_is_complete_and_replaces_nothing(private: Path, tmp_path: Path) -> None:
     """What is uploaded under an id replaces what is there. The file of a killed run may hold nothing."""
     folder = tmp_path / "run"
@@ -413,6 +431,7 @@ def secrets(folder: Path) -> set[str]:
     return {"radiology-pc-12", "marie.curie", "ward-seven", "segment_everyone", str(folder), sys.prefix, *names}
 
 
+@promise("the code itself", "wandb is offline and records nothing about machine, user and paths, unless asked to")
 def test_a_private_run_records_nothing_about_machine_user_and_paths(private: Path) -> None:
     recorded = everything(private)
     names = secrets(private) | {"archive", "patients_2024", "Mrs Smith"}
@@ -431,6 +450,7 @@ def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(public: 
     assert read_run(folder).config["data"]["images"] == "/archive/images"
 
 
+@promise("Training", "wandb without network or ...")
 @without("unet3d.report.wandb_logger.QUIET", {"init_timeout": 90})
 def test_every_private_setting_is_known_to_this_wandb() -> None:
     import wandb
@@ -470,6 +490,7 @@ def test_only_a_private_run_keeps_wandb_from_reporting_errors(tmp_path: Path, st
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
 
 
+@promise("Training", "a tracked run that ...")
 def test_only_a_resumed_run_that_was_and_is_online_continues_its_wandb_run(
     tmp_path: Path, starts: list[dict[str, Any]], monkeypatch: Patch
 ) -> None:
@@ -488,12 +509,14 @@ def test_only_a_resumed_run_that_was_and_is_online_continues_its_wandb_run(
     assert started("online", "run") == (None, None)
 
 
+@promise("Training", "wandb without network or ...")
 def test_without_a_key_an_online_run_goes_on_offline_with_one_line(public: tuple[Path, list[str]]) -> None:
     folder, (warning,) = public
     assert "UsageError" in warning and "wandb sync" in warning
     assert len(read_run(folder).history) == 5
 
 
+@promise("Training", "wandb without network or ...")
 @pytest.mark.slow
 def test_without_network_an_online_run_goes_on_offline_with_one_line_and_an_id_of_its_own(tmp_path: Path) -> None:
     code = (
@@ -529,6 +552,7 @@ atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
 """
 
 
+@promise("Training", "wandb without network or ...")
 @pytest.mark.slow
 @LINUX
 def test_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> None:
@@ -539,6 +563,7 @@ def test_a_killed_wandb_core_costs_one_line_and_no_record(tmp_path: Path) -> Non
     assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == list(range(50))
 
 
+@promise("Training", "wandb without network or ...")
 def test_wandb_that_cannot_be_loaded_costs_one_line(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -550,6 +575,7 @@ def test_wandb_that_cannot_be_loaded_costs_one_line(tmp_path: Path, monkeypatch:
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
+@promise("Training", "wandb without network or ...")
 @without("unet3d.report.loggers.wandb_mode", offline, only="disabled-online")
 @pytest.mark.parametrize(("variable", "option"), [("disabled", "online"), (None, "disabled"), ("", "disabled")])
 def test_disabled_wandb_is_not_even_loaded(
@@ -641,6 +667,7 @@ def test_the_name_of_a_class_is_no_markup_and_no_command() -> None:
     assert "dice/[core] :skull: 0.5000  dice/x\\x1b[2J [/b] n/a" in file.getvalue()
 
 
+@promise("what is printed and written", "names and values from ...")
 @without("unet3d.base.terminal.escaped", unchanged)
 def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() -> None:
     table = Table(["class\x1b[2J", "näme\x9b1m"], [["日本語 🧠", "a\tb\r\nc\x07"], ["\udcff", "\u202eesrever\u2028"]])
@@ -651,6 +678,11 @@ def test_a_table_shows_what_would_command_a_terminal_and_keeps_every_language() 
     assert one.split() == ["日本語", "🧠", r"a\tb\r\nc\x07"] and other.split() == [r"\udcff", r"\u202eesrever\u2028"]
 
 
+@promise(
+    "Run folders and checkpoints of strangers",
+    "a name that is an emoji's, as `:skull:`, or markup, as `[b]`",
+    "printed as it is",
+)
 def test_a_name_that_is_an_emojis_or_markup_stays_text(capsys: Capture) -> None:
     name = "[b]:skull:[/b]"
     table = name, Table([name], [[name]])
@@ -660,6 +692,7 @@ def test_a_name_that_is_an_emojis_or_markup_stays_text(capsys: Capture) -> None:
     assert capsys.readouterr().out.count(name) == 4
 
 
+@promise("what is printed and written", "names and values from ...")
 @without("unet3d.report.loggers.escaped", unchanged)
 def test_a_warning_is_one_line_of_text(capsys: Capture) -> None:
     assert reason(ValueError("a\x1b[2J\n\n\u2066b")) == r"ValueError: a\x1b[2J \u2066b"

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from guards import unchanged, without, yes
 from PIL import Image
+from promises import promise
 from training import face, yaml_of
 
 from unet3d.base.errors import UserError
@@ -220,6 +221,7 @@ def test_scores_name_the_grid_that_they_are_of(folder: Path) -> None:
     assert len(titles) == 2, "of the scores and of the cases"
 
 
+@promise("Prediction", "scores of resampled volumes ...")
 def test_scores_on_the_files_own_grids_come_before_those_on_the_networks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,6 +299,7 @@ def test_the_page_is_complete_in_itself(folder: Path) -> None:
     assert "prefers-color-scheme: dark" in html
 
 
+@promise("checkpoints and run folders", "a report shows a run folder's content as text, never as HTML")
 @without("jinja2.runtime.escape", unchanged)
 def test_everything_that_is_shown_is_escaped(folder: Path) -> None:
     attack = "<script>alert('&')</script>"
@@ -320,6 +323,8 @@ CODES = "\x1b[2J\x07\x9b\u202e\u2028"  # clear a terminal, ring, begin another c
 FORBIDDEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
+@promise("what is printed and written", "names and values from ...")
+@promise("Run folders and checkpoints of strangers", "what is not printable ...")
 @pytest.mark.slow
 def test_control_codes_in_a_run_folder_reach_no_terminal_page_or_table(
     folder: Path, capsys: pytest.CaptureFixture[str]
@@ -419,6 +424,7 @@ DAMAGED_MEMORY = [
 ]
 
 
+@promise("Run folders and checkpoints of strangers", "memory.json, metrics.jsonl or env.json ...")
 @pytest.mark.parametrize("damage", DAMAGED_MEMORY, ids=lambda damage: str(damage)[:60])
 def test_a_damaged_memory_json_ends_no_report(folder: Path, damage: Any) -> None:
     sound = json.loads((folder / "memory.json").read_text())
@@ -448,6 +454,7 @@ ODD_VALUES = ['{"step": 9, "train/loss": "x", "time/step_s": null, "val/dice_mea
 ODD_VALUES += ['{"step": 9, "train/loss": 1e308, "time/step_s": 1e308}', '{"step": 9, "train/loss": ' + "9" * 400 + "}"]
 
 
+@promise("Run folders and checkpoints of strangers", "memory.json, metrics.jsonl or env.json ...")
 @pytest.mark.parametrize("line", [*LINES, *ODD_VALUES], ids=lambda line: line[:40])
 @without("unet3d.run.run_folder.fits", yes, only='{"step": null}')
 def test_a_damaged_record_is_passed_over(folder: Path, line: str) -> None:
@@ -476,6 +483,7 @@ def test_a_missing_file_costs_what_it_holds_and_nothing_else(folder: Path, name:
     print_summary(read_run(folder))
 
 
+@promise("Run folders and checkpoints of strangers", "memory.json, metrics.jsonl or env.json ...")
 @pytest.mark.parametrize(("share", "names"), [(0.0, FILES[:-1]), *((0.7, (name,)) for name in FILES[:-1])])
 def test_files_that_a_kill_cut_short_end_no_report(folder: Path, names: tuple[str, ...], share: float) -> None:
     half_a_letter = "é".encode()[:1]
@@ -518,6 +526,13 @@ def test_a_damaged_config_is_shown_as_it_is(folder: Path, config: str) -> None:
     assert config in written(folder).text
 
 
+@promise("checkpoints and run folders", "an option in a run folder's config.yaml counts if it has the option's type")
+@promise(
+    "Run folders and checkpoints of strangers",
+    "a config.yaml with texts or lists where numbers belong, which would be multiplied; scores that are infinite or "
+    "no numbers",
+    "passed over, option by option; no scores",
+)
 @pytest.mark.parametrize(
     "option",
     [
@@ -539,6 +554,7 @@ def test_options_of_another_type_are_passed_over(folder: Path, option: dict[str,
     assert [row.name for row in compared_runs.read_runs([folder])] == [folder.name]
 
 
+@promise("Run folders and checkpoints of strangers", "a config.yaml with texts ...")
 @pytest.mark.parametrize("scores", [("inf", "-inf"), ("inf", "inf"), ("nan", "1e400"), ("x", "")], ids=str)
 def test_scores_that_are_no_finite_numbers_are_none(folder: Path, scores: tuple[str, str]) -> None:
     rows = [f"{name},{score},0.5" for name, score in zip("ab", scores, strict=True)]
@@ -560,6 +576,12 @@ SHORT = {
 }
 
 
+@promise("checkpoints and run folders", "files of a run ...")
+@promise(
+    "Run folders and checkpoints of strangers",
+    "a small file that would take many times its size, as scores.csv of rows of one letter",
+    "refused by its size or its rows",
+)
 @pytest.mark.parametrize("name", SHORT)
 def test_a_file_that_would_take_many_times_its_size_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_bytes(SHORT[name])
@@ -603,6 +625,12 @@ FORMULAS += ("＝1+1", "＋1", "－1", "＠SUM(A1)")  # noqa: RUF001 (East Asian
 TEXTS = ("a=1", "'a", "", "-1.5", "-1", "+2.5e-3", "-1E-05", "-inf", "+nan", "1-2")
 
 
+@promise(
+    "what is printed and written",
+    "no text in a CSV file is a formula, also by signs of full width: where it would be one, it begins with an "
+    "apostrophe",
+)
+@promise("Run folders and checkpoints of strangers", "what is not printable ...")
 @without("unet3d.base.files.FORMULA", NEVER)
 def test_no_cell_of_a_table_is_a_formula_and_numbers_are_as_they_were(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text(
@@ -615,6 +643,7 @@ def test_no_cell_of_a_table_is_a_formula_and_numbers_are_as_they_were(folder: Pa
     assert columns == [f"'{text}" for text in FORMULAS] + list(TEXTS)
 
 
+@promise("what is printed and written", "no text in a ...")
 @without("unet3d.base.files.FORMULA", NEVER)
 def test_names_of_cases_are_read_from_a_table_of_scores_as_they_were(folder: Path) -> None:
     names = (*FORMULAS, *TEXTS)
@@ -729,6 +758,11 @@ def test_the_best_worst_and_median_case_are_shown_from_the_folder_alone(folder: 
 SHA, OTHER = "a" * 40, "b" * 40
 
 
+@promise(
+    "the code itself",
+    "git, whose config can name code, is not run: the commit in `env.json` is read from the source tree's `.git`, "
+    "and is a hash or nothing",
+)
 @without("unet3d.run.environment.re.fullmatch", yes)
 def test_the_commit_is_that_of_the_tree_and_nothing_runs(tmp_path: Path) -> None:
     """Git itself would run what a config in .git names."""

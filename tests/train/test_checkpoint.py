@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from guards import nothing, without, yes
+from promises import promise
 
 import unet3d
 from unet3d.base.errors import CheckpointError, DamagedCheckpoint, MissingCheckpoint
@@ -54,6 +55,13 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
     assert len(ledger.storages) == before
 
 
+@promise("checkpoints and run folders", "damage is noticed ...")
+@promise(
+    "Checkpoints",
+    "a file cut to 0, 10, 50 or 99 %",
+    "the previous checkpoint is taken, with a warning, and survives the next save; exit 3 if none is whole, and "
+    "nothing starts over",
+)
 @without("unet3d.training.checkpoint.DamagedCheckpoint", CheckpointError, only="0.5")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
 def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
@@ -69,6 +77,8 @@ def entry_of_weights(path: Path) -> str:
     return entry.filename
 
 
+@promise("checkpoints and run folders", "damage is noticed")
+@promise("Checkpoints", "one bit flipped", "noticed by its checksum; torch alone would load it")
 @without("zipfile.ZipFile.testzip", nothing)
 def test_one_flipped_bit_is_refused_though_torch_would_load_it(path: Path) -> None:
     content = bytearray(path.read_bytes())
@@ -80,6 +90,7 @@ def test_one_flipped_bit_is_refused_though_torch_would_load_it(path: Path) -> No
         checkpoint.load_checkpoint(path)
 
 
+@promise("Checkpoints", "a file cut to ...")
 @pytest.mark.parametrize("damage", ["cut", "bit", "packed", "empty", "gone"])
 def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(damage: str, path: Path) -> None:
     checkpoint.save_checkpoint(path, STATE | {"step": 4}, path.with_name(PREVIOUS))
@@ -112,6 +123,8 @@ def load_all(path: Path, **options: Any) -> Any:
     return load(path, **(options | {"weights_only": False}))
 
 
+@promise("checkpoints and run folders", "a pickled command is refused and does not run")
+@promise("Checkpoints", "a pickled command; a damaged pickle", "refused and not run; one line")
 @without("torch.load", load_all)
 def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     torch.save({"format": 1, "model": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
@@ -121,6 +134,11 @@ def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@promise(
+    "Checkpoints",
+    "another format; parts missing, added or of another shape",
+    "exit 3 with a table of the differences; no older checkpoint is taken",
+)
 @without("unet3d.training.checkpoint.FORMAT", checkpoint.FORMAT + 1, only="another")
 @pytest.mark.parametrize(
     ("content", "tokens"),
@@ -139,6 +157,7 @@ def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
+@promise("Checkpoints", "a missing file, a folder; a place that is a file, a link or cannot be written to", "one line")
 @without("pathlib.Path.is_file", yes)
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingCheckpoint, match=r"missing\.pt: no such file; "):
@@ -149,6 +168,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         checkpoint.load_checkpoint(tmp_path)
 
 
+@promise("Checkpoints", "another format; parts missing ...")
 @without("unet3d.training.checkpoint.refuse_misfit", nothing)
 def test_all_differences_are_counted_and_ten_are_shown() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))

@@ -18,6 +18,7 @@ from typing import IO
 import pytest
 import torch
 from guards import Guard, are_out, no, nothing, without
+from promises import promise
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import SERVER, TINY, fill, forked, records, same, status, train
 
@@ -51,6 +52,11 @@ def check_whole(folder: Path, least: int) -> None:
     assert found["step"] >= least and (found["w"] == found["step"]).all()
 
 
+@promise(
+    "Checkpoints",
+    "a kill at any moment of a save, or between any two of its parts; a loss of power after it",
+    "a whole checkpoint is there: content and names are on the disk before the old ones go",
+)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:
     here, there = SERVER.Pipe(duplex=False)
@@ -93,6 +99,7 @@ def save_and_die(folder: Path, station: str, guards_out: Sequence[Guard]) -> Non
     save(folder, 2)
 
 
+@promise("Checkpoints", "a kill at any ...")
 @without("unet3d.training.checkpoint.replacing", in_place, only="write")
 @pytest.mark.parametrize("station", STATIONS)
 def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(station: str, tmp_path: Path) -> None:
@@ -103,6 +110,11 @@ def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(statio
     check_whole(tmp_path, 1)
 
 
+@promise(
+    "Disk and limits",
+    "the disk is full as a checkpoint is saved, at any point of it",
+    "one line with the room needed and left; the old checkpoint is whole, and nothing is left over",
+)
 @without("unet3d.training.checkpoint.is_disk_full", no)
 def test_a_full_disk_keeps_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
@@ -134,6 +146,7 @@ def saved_on_a_full_disk(folder: Path) -> None:
         assert {path.name for path in folder.iterdir()} <= {LAST, PREVIOUS, "filler"}
 
 
+@promise("Disk and limits", "the disk is full ...")
 @pytest.mark.parametrize("sixteenths", SIXTEENTHS)
 def test_a_file_that_may_not_grow_costs_no_checkpoint(sixteenths: int, tmp_path: Path) -> None:
     """torch raises its own error over that of a write that fails part-way."""
@@ -166,6 +179,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("full")
 
 
+@promise(
+    "Disk and limits",
+    "it is full during training, to the last byte",
+    "training goes on with a warning; no record is lost",
+)
 @pytest.mark.slow
 def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
     done = train(place / "a", *TINY, "steps=8", "hydra.run.dir=run", hook=functools.partial(small_files, 3, 8))
@@ -181,6 +199,7 @@ def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
     assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, 9)]
 
 
+@promise("Disk and limits", "it is full as ...")
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_is_an_error(place: Path) -> None:
     done = train(place / "b", *TINY, "hydra.run.dir=run", hook=functools.partial(small_files, 4, 9))
@@ -191,6 +210,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(place: Path) -> None:
     assert resumed.code == 0 and status(place / "b" / "run").startswith("done")
 
 
+@promise("Disk and limits", "the disk is full ...")
 @pytest.mark.parametrize("sixteenths", SIXTEENTHS)
 def test_a_disk_with_little_room_costs_no_checkpoint(sixteenths: int, small_disk: Path) -> None:
     save(small_disk, 1)
@@ -198,6 +218,12 @@ def test_a_disk_with_little_room_costs_no_checkpoint(sixteenths: int, small_disk
     saved_on_a_full_disk(small_disk)
 
 
+@promise(
+    "Disk and limits",
+    "a disk with less room than a run needs",
+    "it finishes, or exit 2; once there is room it goes on to the same bits (`tests/bench/full_disk.py` tries every "
+    "size)",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("sixteenths", [27, 43])
 def test_a_run_on_a_small_disk_finishes_or_goes_on_once_there_is_room(
@@ -224,6 +250,7 @@ def full_between(folder: Path, after: int, until: int) -> None:
     at_updates({after + 1: lambda: fill(folder), until: (folder / "filler").unlink})
 
 
+@promise("Disk and limits", "it is full during ...")
 @pytest.mark.slow
 def test_a_disk_full_to_the_last_byte_costs_no_record(small_disk: Path, place: Path) -> None:
     run = f"hydra.run.dir={small_disk / 'run'}"
@@ -242,6 +269,7 @@ def full_drawing() -> None:
     memory_plots.phase_plot = lambda *_: FULL.write_bytes(b"a picture")
 
 
+@promise("Disk and limits", "it is full as ...")
 @pytest.mark.slow
 def test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line(place: Path) -> None:
     """What is missing then is made when the run is resumed."""
@@ -258,6 +286,11 @@ def full_beginning() -> None:
     os.fsync = no_space
 
 
+@promise(
+    "Disk and limits",
+    "it is full as a run begins, as pictures are drawn, as label maps are written, or at the end",
+    "exit 2 with one line; the resumed run makes what is missing",
+)
 @without("unet3d.base.errors.is_disk_full", no)
 def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
     done = train(place / "e", *TINY, "hydra.run.dir=run", hook=full_beginning)
@@ -266,6 +299,7 @@ def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
     assert "resume=" not in done.err
 
 
+@promise("Checkpoints", "a missing file, a ...")
 def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(NotSaved, match=r"last\.pt: .*\(No such file or directory\)$"):
         save(tmp_path / "missing", 1)
@@ -278,6 +312,7 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     check_whole(tmp_path / "real", 2)
 
 
+@promise("Checkpoints", "a missing file, a ...")
 @pytest.mark.slow
 @without("unet3d.cli.plan.refuse_unwritable", nothing)
 def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from guards import without
+from promises import promise
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +39,11 @@ def predictor(model: nn.Module, window: tuple, options: Model | None = None, **c
     return Predictor((model,), options or Model(), MemoryPolicy(), window, **changes)
 
 
+@promise(
+    "Prediction",
+    "windows of any number, overlap and padding; mirroring",
+    "windows leave no seam and weigh every voxel in full; mirrored predictions are symmetric",
+)
 @pytest.mark.parametrize("size", [(8, 8, 8), (17, 9, 8), (5, 30, 3), (1, 1, 1)])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.75])
 def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, overlap: float) -> None:
@@ -49,6 +55,11 @@ def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, o
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+@promise(
+    "Checkpoints",
+    "sound weights whose outputs for an image are NaN or infinite, as where fp16 overflows",
+    "refused with the file in `predict`, `score` and `segment`; a validation ends the run with exit 4",
+)
 @pytest.mark.parametrize(
     ("value", "dtype", "advice"), [("nan", None, "checkpoint"), ("inf", torch.float16, "amp_dtype=bf16")]
 )
@@ -85,6 +96,7 @@ def corners_anywhere(sizes: Sequence[int], window: Sequence[int], strides: Seque
     return aligned_corners(sizes, window, [1] * len(strides))
 
 
+@promise("Prediction", "windows of any number ...")
 @without("unet3d.training.inference.aligned_corners", corners_anywhere)
 def test_valid_tiles_have_no_seams(network: Network) -> None:
     """Tiled and whole output are equal, and the volume needs no fitting size."""
@@ -185,6 +197,7 @@ def test_statistics_of_a_window_are_its_own(network: Network) -> None:
     assert (whole - expected).abs().max() > 1e-3  # so the window belongs to what was trained
 
 
+@promise("Prediction", "windows of any number ...")
 def test_mirroring_makes_the_prediction_symmetric(network: Network) -> None:
     model = network("model=unet_tiny")
     image = torch.randn(1, 16, 16, 16)
@@ -261,6 +274,12 @@ def assert_dense(found: Predictor, size: tuple[int, ...]) -> tuple[int, ...]:
     return strip.axes
 
 
+@promise(
+    "Prediction",
+    "a volume whose probabilities do not fit into memory",
+    "labels equal to those of all probabilities at once, with the memory of a strip; what ends a prediction early "
+    "leaves no score",
+)
 @pytest.mark.parametrize(
     ("size", "window", "overlap"),
     [
@@ -323,6 +342,7 @@ def worst_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> tupl
     return scan_order(corners, window)[::-1]
 
 
+@promise("Prediction", "a volume whose probabilities ...")
 @without("unet3d.training.inference.scan_order", worst_order)
 def test_memory_is_that_of_a_strip_and_of_what_slabs_share_whatever_the_length() -> None:
     """Beside the window's own logits: K maps of 4 bytes, half a window deep across the volume, and one strip."""
@@ -350,6 +370,12 @@ def test_a_prediction_given_up_early_leaves_the_training_mode(network: Network) 
     assert model.training
 
 
+@promise(
+    "Prediction",
+    "several windows in one pass, sums on a device",
+    "probabilities equal wherever the sums are, on the CPU bit-identical; labels of single windows; one copy per "
+    "strip to the host; a network that would mix windows sees them one at a time; fewer at once on a smaller GPU",
+)
 def test_the_place_of_the_sums_changes_no_bit(network: Network) -> None:
     first, second = network(*TWO_LEVELS), network("model.norm=batch", *TWO_LEVELS)
     image = torch.randn(1, 10, 21, 17)
@@ -374,6 +400,7 @@ SEVERAL = {
 }
 
 
+@promise("Prediction", "several windows in one ...")
 @pytest.mark.parametrize("batch", [2, 3, 100])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_windows_at_once_give_the_labels_of_single_ones(network: Network, name: str, batch: int) -> None:
@@ -417,6 +444,7 @@ def test_windows_at_once_are_one_on_the_cpu_and_a_micro_batch_on_cuda(network: N
     assert seen_at_once(network("model.norm=batch", *TWO_LEVELS), "device=cuda") == 4
 
 
+@promise("Prediction", "several windows in one ...")
 def test_windows_whose_statistics_would_mix_are_seen_one_at_a_time() -> None:
     assert seen_at_once(Statistics(), "device=cuda") == 1
     assert seen_at_once(Statistics(), "device=cuda", "inference.batch=1") == 1
@@ -475,6 +503,7 @@ class Seen:
         self.copies = arrivals.to["cpu"]
 
 
+@promise("Prediction", "several windows in one ...")
 @pytest.mark.parametrize("batch", [1, 4])
 def test_sums_on_a_device_cost_a_copy_a_strip_and_sums_on_the_host_one_a_pass(batch: int) -> None:
     device, host = Seen(batch=batch, sums_on_device=True), Seen(batch=batch, sums_on_device=False)
@@ -521,6 +550,7 @@ def test_free_memory_is_what_a_gpu_and_torchs_cache_have_less_an_eighth(monkeypa
     assert free_bytes(torch.device("cuda")) == 3000 + 300 - 1000
 
 
+@promise("Prediction", "several windows in one ...")
 def test_fewer_windows_at_once_where_a_device_has_less(network: Network) -> None:
     model = network(*TWO_LEVELS)
     options = replace(model.options, in_channels=1, classes=3)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from promises import promise
 
 from unet3d.config import compose
 from unet3d.config.schema import Config
@@ -28,6 +29,7 @@ def warnings(capsys: pytest.CaptureFixture[str], config: Config) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
 
 
+@promise("Config", "cuDNN in a version ...")
 @pytest.mark.parametrize("cudnn", [90800, 91002, 91499])
 def test_a_bad_version_is_named_with_its_issue(monkeypatch: pytest.MonkeyPatch, cudnn: int) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
@@ -49,6 +51,11 @@ def test_nothing_is_said_of_others(
     assert known_bad.warning(dtype, lambda: LARGE) is None
 
 
+@promise(
+    "Config",
+    "cuDNN in a version that is known to be bad on 3D convolutions of very large maps in bf16, on a GPU",
+    "one warning with the versions, pytorch's issue and what to use; for such maps alone",
+)
 def test_a_version_that_is_bad_for_large_maps_alone_is_named_for_them_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +67,7 @@ def test_a_version_that_is_bad_for_large_maps_alone_is_named_for_them_alone(
     assert "#163539" in line
 
 
+@promise("Config", "cuDNN in a version ...")
 def test_a_cudnn_that_torch_refuses_is_said_before_a_run_on_cuda_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import Calls
+from promises import promise
 from torch import Tensor
 
 from unet3d import build
@@ -233,6 +234,7 @@ def test_ignored_voxels_count_for_nothing(function: LossTerm, weights: Tensor | 
     assert logits.grad[:, :, 4:].abs().max() == 0 < logits.grad[:, :, :4].abs().max()
 
 
+@promise("Training", "a patch of which every voxel is ignored", "the loss and its gradients are 0")
 @every_loss
 def test_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(function: LossTerm) -> None:
     logits, label = example()
@@ -243,6 +245,7 @@ def test_nothing_but_ignored_voxels_gives_zero_and_zero_gradients(function: Loss
     assert logits.grad is not None and logits.grad.abs().max() == 0
 
 
+@promise("Training", "half-precision logits of a large patch", "the loss is summed in float32")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_loss
 def test_half_precision_logits_are_summed_in_float32(function: LossTerm, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from promises import promise
 
 from unet3d.report.case_scores import case_table
 from unet3d.training.metrics import (
@@ -56,6 +57,7 @@ def test_known_values() -> None:
     assert score.iou == (2 / 4,)
 
 
+@promise("Data", "a case, a part ...")
 def test_a_score_of_0_that_no_class_in_the_truth_explains_has_a_note() -> None:
     scores = [
         score_case("empty", volume(0, 1, 2), volume(0, 0, 0), 3, MM),
@@ -85,6 +87,7 @@ def test_many_classes_do_not_wrap_around() -> None:
     assert score.dice[297] is None
 
 
+@promise("Data", "a case, a part ...")
 def test_a_class_absent_from_both_has_no_score_and_absent_from_one_zero() -> None:
     score = score_case("a", volume(0, 0, 1), volume(2, 0, 0), 4, MM, hd95=True)
     assert score.dice == (0, 0, None)

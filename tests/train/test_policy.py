@@ -10,6 +10,7 @@ import pytest
 import torch
 from evenly import evenly
 from guards import no, without
+from promises import promise
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -56,6 +57,11 @@ def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
     return checkpoint_sequential(*arguments, **options, preserve_rng_state=False)
 
 
+@promise(
+    "Resume",
+    "activation checkpointing in 0 or 2 to n segments",
+    "loss, gradients, buffers and output are bit-identical (on the CPU, or with `deterministic=true`)",
+)
 @without("unet3d.training.policy.checkpoint_sequential", with_other_random_numbers, only="group-0.3-None")
 @pytest.mark.parametrize(
     ("norm", "dropout", "dtype"),
@@ -100,6 +106,7 @@ def on_its_own_buffers(stage: nn.Module, copies: dict[str, Tensor], arguments: t
     return stage(*arguments)
 
 
+@promise("Resume", "activation checkpointing in 0 ...")
 @without("unet3d.training.policy.functional_call", on_its_own_buffers)
 def test_only_copies_of_running_statistics_see_a_batch_twice(network: Network) -> None:
     batches_seen = []
@@ -147,6 +154,13 @@ def convolution() -> nn.Conv3d:
     return nn.Conv3d(2, 2, 3, padding=1)
 
 
+@promise(
+    "Resume",
+    "stages of one's own that keep something between calls, under checkpointing",
+    "buffers, attributes and global random numbers are put back for backward's second call: bit-identical with "
+    "`spectral_norm`, counters and `RReLU`; what changes within an attribute, a weight or the input is refused by "
+    "name",
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -214,6 +228,7 @@ def hooked() -> nn.Module:
     return model
 
 
+@promise("Resume", "stages of one's own ...")
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -296,6 +311,15 @@ class Remembering(nn.Module):
         return (x * self.grids[x.shape]).square()
 
 
+@promise(
+    "Resume",
+    "a state that is not seen there: in iterators, closures, deeper than one level, written through `.data`",
+    "in the first two passes of a network a few numbers of each operation that backward runs again are compared "
+    "with forward's; where they differ, it is refused with the stage and the operation, before the update. Not "
+    "seen: a state that matters in later passes alone, or in none of these numbers; one that picks a view, or gives "
+    "an array of NumPy, for the last operation of a segment, which is not run again; on a GPU, what differs by less "
+    "than 2 %",
+)
 @without("unet3d.training.recomputation.is_compared", no)
 @pytest.mark.parametrize("kind", [Iterating, Closing, Nesting, Decaying, Scaling])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -315,6 +339,7 @@ class Gathering(nn.Module):
         return both[:, 1:3].square()
 
 
+@promise("Resume", "a state that is ...")
 @pytest.mark.parametrize(
     "make", [Remembering, Gathering, lambda: nn.Sequential(convolution(), nn.ReLU(inplace=True), nn.Dropout3d())]
 )
@@ -330,6 +355,7 @@ def test_a_second_call_that_computes_the_same_is_not_refused(make: Callable[[], 
     assert torch.equal(*gradients)
 
 
+@promise("Resume", "a state that is ...")
 def test_calls_are_compared_in_the_first_passes_alone() -> None:
     """Later ones run no operation more."""
     model, memory = nn.Sequential(convolution(), convolution()), MemoryPolicy(segment_starts=(0, 1))
@@ -343,6 +369,7 @@ def test_calls_are_compared_in_the_first_passes_alone() -> None:
     assert all(noted[:-1]) and not noted[-1]
 
 
+@promise("Resume", "another number of threads ...")
 def test_other_threads_change_rounding_alone(network: Network, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     gradients = []

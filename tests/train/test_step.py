@@ -6,6 +6,7 @@ import pytest
 import torch
 from calls import Calls
 from guards import no, without, yes
+from promises import promise
 from torch import nn
 
 from unet3d.base.errors import NonFiniteLoss
@@ -100,6 +101,7 @@ def test_any_module_is_a_network() -> None:
     assert losses[1] < losses[0]
 
 
+@promise("Training", "a loss or gradient ...")
 @without("unet3d.training.step.math.isfinite", yes, only="None")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
@@ -127,6 +129,7 @@ def broken(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return SegmentationLoss(ce)(BrokenGradient.apply(logits), label)
 
 
+@promise("Training", "a loss or gradient ...")
 @without("unet3d.training.step.math.isfinite", yes, only="12.0")
 @pytest.mark.parametrize("clip", [None, 12.0])
 def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
@@ -137,6 +140,7 @@ def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: f
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
+@promise("Training", "fp16 overflows ...")
 @without("unet3d.training.step.LOWEST_SCALE", 0.0)
 def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
     model, memory = network(), MemoryPolicy("cpu", torch.float16)
@@ -152,6 +156,11 @@ def step_anyway(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) 
     optimizer.step()
 
 
+@promise(
+    "Training",
+    "fp16 overflows",
+    "the update is skipped and the scale lowered; at any scale, or in running statistics, the run stops",
+)
 @without("torch.amp.GradScaler.step", step_anyway)
 def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
     model, before = network(), network()
@@ -166,6 +175,7 @@ def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
+@promise("Training", "fp16 overflows ...")
 @without("unet3d.training.step.ranks.all_reduce_max", no)
 def test_fp16_that_overflows_into_running_statistics_is_stopped(network: Network) -> None:
     """A lower scale does not make them finite, and validation would use them to the end."""

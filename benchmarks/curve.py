@@ -1,7 +1,7 @@
 """What memory costs: a network's step at eight budgets of `unet3d.recompute`, beside torch's own ways to save memory.
 
     pip install -c constraints.txt -e ".[bench]"
-    python tests/bench/curve.py --out curve
+    python benchmarks/curve.py --out curve
 
 For each network: plain; `plan=auto` with plain's peak as its budget, and with budgets from what its quickest schedule
 needs to the least; `torch.utils.checkpoint` on its stages, or `checkpoint_sequential` where it is sequential. For the

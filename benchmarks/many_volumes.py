@@ -1,6 +1,6 @@
 """How long prediction takes: seconds a volume, measured on one core, and computed for many volumes and n jobs.
 
-By hand: python tests/bench/many_volumes.py RUN/checkpoints/best.pt [X Y Z of a volume, in voxels: 128 128 64]
+By hand: python benchmarks/many_volumes.py RUN/checkpoints/best.pt [X Y Z of a volume, in voxels: 128 128 64]
 
 Each round predicts one volume in a process, then three in another: two volumes are the difference. CPU seconds, of
 user and system, which programs beside it disturb less than a clock; on a free core the clock shows the same.
@@ -17,7 +17,7 @@ from statistics import median
 import nibabel as nib
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, MANY = 3, 100_000
 ONE_CORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 

@@ -11,7 +11,7 @@ from field_networks import Entry
 from unet3d.memory.tables import phase_name
 
 GIB = 2**30
-BEGIN = "<!-- begin: python tests/bench/field.py --markdown docs/field.md -->"
+BEGIN = "<!-- begin: python benchmarks/field.py --markdown docs/field.md -->"
 END = "<!-- end -->"
 PLANS = ("plain", "lean", "tiles")
 MARKERS = {"plain": "o", "lean": "s", "tiles": "v"}

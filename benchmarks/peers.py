@@ -1,7 +1,7 @@
 """Networks of several libraries, plain and with `unet3d.recompute`: memory and seconds a step, side by side in one run.
 
     pip install -c constraints.txt -e ".[bench]"
-    python tests/bench/peers.py --amp bf16
+    python benchmarks/peers.py --amp bf16
 
 Every network trains with the same `train_step`, patch, loss and optimizer, each row in a process of its own; ratios are
 to the same network plain, ours to `unet3d`. `unet3d` is nnU-Net's PlainConvUNet with the same weights: equal logits are

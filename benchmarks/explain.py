@@ -1,7 +1,7 @@
 """`unet3d.memory.explain` and `predict` on other people's networks, against the CPU allocator's own record.
 
     pip install -c constraints.txt -e ".[bench]"
-    python tests/bench/explain.py
+    python benchmarks/explain.py
 
 The record is of the same steps with no dispatch mode and no hook: the profiler's `[memory]` events. It also holds
 scratch, which no tensor does: a block that one operation takes and gives back. "Tensors" is the record's peak without
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from allocator import Events, recorded
 

@@ -1,7 +1,7 @@
 """nnU-Net's trainer as it is and with `unet3d.recompute`: memory, seconds, losses and Dice, side by side.
 
     pip install -c constraints.txt -e ".[bench]"
-    python tests/bench/nnunet_trainer.py --data Task04_Hippocampus --minutes 10
+    python benchmarks/nnunet_trainer.py --data Task04_Hippocampus --minutes 10
 
 The data set is in Decathlon's layout. nnU-Net's own commands convert, plan and preprocess it below `--out`, once. Then
 each trainer trains fold 0 of 3d_fullres on the CPU for the same time, in a process of its own, from the same weights on
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 DATASET = "1"
 CONFIGURATION = "3d_fullres"

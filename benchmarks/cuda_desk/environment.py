@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cuda_desk import stubs
 
-ROOT = Path(__file__).resolve().parent.parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CUDA_TORCH = "libtorch_cuda.so"  # in the folder of a CUDA build, not in that of a CPU build
 
 

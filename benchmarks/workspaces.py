@@ -1,6 +1,6 @@
 """Workspaces of cuDNN's convolutions on a GPU, beside the rule that predicts them.
 
-    python tests/bench/workspaces.py
+    python benchmarks/workspaces.py
 
 Each convolution of a grid runs alone, and so do the gradients of its input and of its filter. What the allocator is
 asked for within each, minus its results, is compared with `unet3d.recomputing.workspaces`. Prints a Markdown table;

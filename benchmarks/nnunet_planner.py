@@ -1,7 +1,7 @@
 """unet3d's `like=nnunet` beside nnU-Net's own planner, on data sets of given sizes and on random ones.
 
     pip install -c constraints.txt -e ".[bench]" nnunetv2
-    python tests/bench/nnunet_planner.py --random 40
+    python benchmarks/nnunet_planner.py --random 40
 
 nnU-Net's planner plans `3d_fullres` from a fingerprint written into a temporary folder; no volume is read. A row is
 "equal" if spacing, patch, batch, kernels and strides are. Exit code 1: a row is not.

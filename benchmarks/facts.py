@@ -1,4 +1,4 @@
-"""Published figures on training memory, computed with this package: python tests/bench/facts.py
+"""Published figures on training memory, computed with this package: python benchmarks/facts.py
 
 Sources: the forum thread discuss.pytorch.org/t/133116 (multiclass U-Net, 320x150x26, batch 2, half precision), and
 three widely read articles: on the memory of convolutional networks (units of 10^6 bytes), on a Swish that keeps less,

@@ -1,6 +1,6 @@
 """What a training step on CUDA asks of the device, counted without a GPU.
 
-    python tests/bench/launches.py model=unet amp=true amp_dtype=bf16 "data.patch=[64,64,64]"
+    python benchmarks/launches.py model=unet amp=true amp_dtype=bf16 "data.patch=[64,64,64]"
 
 Prints one JSON line: `launches` of torch's kernels, `convolutions` and `normalisations` of cuDNN, `synchronisations`,
 of the third step, whose optimizer has its state. The step runs on fake tensors. Each operation then counts by the rules

@@ -1,6 +1,6 @@
 """Transfer measured by hand: from a hippocampus checkpoint to merged and to swapped classes, against from scratch.
 
-    python tests/bench/transfer.py DATA OUT SEED   DATA: Task04_Hippocampus; runs in OUT are gone on with
+    python benchmarks/transfer.py DATA OUT SEED   DATA: Task04_Hippocampus; runs in OUT are gone on with
 
 The checkpoint is of `experiment=hippocampus`, 1,200 steps on both classes. From it, 100 steps learn one class of both
 ("merged") and the classes with their labels swapped; from scratch, 100, 200 and 400 steps do, each with a schedule of

@@ -1,7 +1,7 @@
 """Plans of three kinds of data for several budgets, each predicted, and some trained for two steps and measured.
 
-    python tests/bench/plans.py FOLDER
-    python tests/bench/plans.py FOLDER --kinds ct --budgets 8 --cuda --train 1 4
+    python benchmarks/plans.py FOLDER
+    python benchmarks/plans.py FOLDER --kinds ct --budgets 8 --cuda --train 1 4
 
 Writes data sets of thin-sliced MR, large CT and a four-channel brain with regions below FOLDER (once; they compress
 well), plans each for each budget, and prints a row a plan. Exit code 1: a plan needs more than its budget, or less
@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/planning"))
 
 from phantoms import KINDS, write_data_set  # noqa: E402

@@ -1,7 +1,7 @@
 """What unet3d claims, on CUDA: run by hand on a machine with a GPU.
 
     pip install -c constraints.txt -e ".[bench]"
-    python tests/bench/on_cuda.py
+    python benchmarks/on_cuda.py
 
 Writes one Markdown file (`--out`) after every row, so that a kill loses nothing. A row is a process: no row inherits
 another's cache, and one that fails is a line in its table. Memory rows run beside each other, since the allocator's

@@ -2,7 +2,7 @@
 
 Each is a `--module` of the command line, and a `model.path`, once Python finds this folder:
 
-    export PYTHONPATH=tests/bench
+    export PYTHONPATH=benchmarks
     python -m unet3d memory --module field_networks:resenc --input 2x1x192x192x192 device=cuda amp=true amp_dtype=bf16
 """
 

@@ -1,6 +1,6 @@
 """Seconds a step where two programs share the cores, and alone: as unet3d lets threads wait, and as OpenMP would.
 
-python tests/bench/busy_cores.py FOLDER   takes five minutes; nothing else should run
+python benchmarks/busy_cores.py FOLDER   takes five minutes; nothing else should run
 """
 
 import json

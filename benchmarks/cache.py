@@ -1,6 +1,6 @@
 """Patches a second of data.cache=memory and data.cache=disk, side by side, as Markdown.
 
-    python tests/bench/cache.py [--room 300] [--rounds 7] [--place FOLDER]
+    python benchmarks/cache.py [--room 300] [--rounds 7] [--place FOLDER]
 
 The data set takes ten times what the process of data.cache=disk may: RLIMIT_DATA allows it what it has once libraries
 are loaded, and `room` MiB more. That limits all that a process allocates, of which read-only maps are no part: their

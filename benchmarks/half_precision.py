@@ -1,7 +1,7 @@
 """Mixed precision on this CPU beside float32: seconds a step, predicted and measured bytes, and resident memory.
 
-    python tests/bench/half_precision.py
-    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python tests/bench/half_precision.py model=unet_small ckpt=2
+    python benchmarks/half_precision.py
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/half_precision.py model=unet_small ckpt=2
 
 The second line restricts torch and oneDNN to AVX2, as a CPU without AVX512 has them. Steps of both precisions alternate
 in one process, so that both meet the same machine; peaks are taken in a process each, without an observer.
@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from allocator import recorded
 

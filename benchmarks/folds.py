@@ -1,6 +1,6 @@
 """A cross-validation of Task04 checked by hand: its table from the label files, and its ensemble on cases kept apart.
 
-    python tests/bench/folds.py DATA OUT   DATA: Task04_Hippocampus; what is in OUT is not made again
+    python benchmarks/folds.py DATA OUT   DATA: Task04_Hippocampus; what is in OUT is not made again
 
 30 cases are kept apart from all folds. Five tiny networks of 150 steps learn from the others. Prints the Dice of all
 out-of-fold cases as `folds` has it and as computed here from label maps and labels, and the Dice of each network and

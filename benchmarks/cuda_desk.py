@@ -1,7 +1,7 @@
 """What unet3d claims about CUDA, with torch's CUDA build and without a GPU.
 
     pip install -c constraints.txt -e .
-    python tests/bench/cuda_desk.py --out desk.md
+    python benchmarks/cuda_desk.py --out desk.md
 
 torch's dispatcher, autocast, autograd and caching allocator are the real ones; under them lie libraries that compute
 nothing (`cuda_desk/`), so losses are 0 and no number here is a GPU's time. Kernels' and cuDNN's own scratch memory is

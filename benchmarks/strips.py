@@ -1,6 +1,6 @@
 """The sliding window beside MONAI's: CPU time, memory, and 105 classes on a large volume, as Markdown.
 
-    python tests/bench/strips.py
+    python benchmarks/strips.py
 
 A 1x1x1 convolution stands in for the network, so that what is measured is the window. Each figure is of a process of
 its own with one thread: CPU seconds, the fewest of its rounds, and the peak of resident memory less what was resident

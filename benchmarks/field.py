@@ -1,8 +1,8 @@
 """The networks that the field uses: parameters, and the memory of a training step as unet3d predicts it.
 
     pip install -c constraints.txt -e ".[bench]"
-    python tests/bench/field.py --markdown docs/field.md
-    python tests/bench/field.py --check
+    python benchmarks/field.py --markdown docs/field.md
+    python benchmarks/field.py --check
 
 The first line predicts a step of each network of `field_networks.py`, plain and with `unet3d.recompute`, in float32 and
 bf16, as on the CPU and as on CUDA: what `python -m unet3d memory --module` predicts. It writes tables between the marks

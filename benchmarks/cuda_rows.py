@@ -1,6 +1,6 @@
 """One row of `on_cuda.py`, in a process of its own: a configuration of unet3d, trained on random data.
 
-    python tests/bench/cuda_rows.py timed "amp=true amp_dtype=bf16 recompute=lean" --patch 96,96,96
+    python benchmarks/cuda_rows.py timed "amp=true amp_dtype=bf16 recompute=lean" --patch 96,96,96
 
 Prints one JSON line. Kinds: `memory` compares predicted and measured bytes, `timed` takes seconds, `shares` asks
 torch's profiler, `fits` adds what is reserved, `windows` predicts a volume. With `--turn FILE`, rows that share the
