@@ -46,7 +46,7 @@ def drawn(dtype: torch.dtype, mean: float = 0.0) -> Tensor:
 @pytest.mark.parametrize("name", NORMS)
 def test_statistics_of_pieces_are_those_of_channels(name: str, dtype: torch.dtype) -> None:
     """The mean is far larger than the deviation: a difference of squares would lose it."""
-    norm, (images, groups, channels) = NORMS[name]
+    norm, (images, groups, width) = NORMS[name]
     network = nn.Sequential(nn.Conv3d(4, 4, 1), norm).train()
     value = next(value for value in trace(network, torch.randn(SHAPE)).values if value.op.endswith("_norm"))
     raw = drawn(dtype, mean=1000 if dtype != torch.bfloat16 else 10)
@@ -54,7 +54,7 @@ def test_statistics_of_pieces_are_those_of_channels(name: str, dtype: torch.dtyp
     state = state_of(dtype, network)
     take_statistics(value, raw, state)
     known = state.statistics[value]
-    together = raw.double().unflatten(1, (groups, channels))
+    together = raw.double().unflatten(1, (groups, width))
     variance, mean = torch.var_mean(together, (0, 2, 3, 4, 5) if images == 1 else (2, 3, 4, 5), correction=0)
     assert known.voxels == raw.numel() // (images * groups)
     torch.testing.assert_close(known.mean.double(), mean.view(images, groups), rtol=1e-6, atol=0)
