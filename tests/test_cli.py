@@ -22,14 +22,14 @@ import pytest
 import torch
 from guards import nothing, unchanged, without
 from promises import promise
-from training import PLAIN, ROOT, TINY, face, records, run, status, weights
+from training import PLAIN, ROOT, TINY, face, planned, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
 
 from unet3d import __main__
 from unet3d.base import errors, progress
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, plan
+from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data import nifti_write
@@ -80,10 +80,11 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.report.compare.compare_runs": ("compare", "."),
     "unet3d.data.cases.dataset_to_check": ("check-data",),
     "unet3d.cli.options.as_markdown": ("options",),
-    "unet3d.cli.train.parse": ("train",),
+    "unet3d.cli.plan.parse": ("train",),
 }
 
 
+@promise("What scripts rely on", "exit code 130 ...")
 @promise(
     "Resume",
     "Ctrl-C in any other command, as `predict`, `memory` or `report`, also while libraries load; in `train` before "
@@ -164,6 +165,7 @@ def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+@promise("What scripts rely on", "exit code 2", "what a user can correct, in one line")
 @promise(
     "Config",
     "a wrong key, group, value or type, a value out of range",
@@ -260,6 +262,7 @@ def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
     assert [r["step"] for r in records if "val/dice_mean" in r] == [2, 4]
 
 
+@promise("What scripts rely on", "split.json", "`data.split=` reads it")
 def test_the_split_of_a_run_is_that_of_another(finished: Path) -> None:
     (root,) = (finished.parent / "data" / "phantom").iterdir()
     data = compose.compose([*TINY, "data=decathlon", f"data.root={root}"]).data
@@ -358,6 +361,7 @@ def test_the_wandb_run_has_a_name_a_short_summary_the_cases_and_a_picture_a_vali
     assert table["data"][0][1] == float(rows[0][table["columns"][1]])
 
 
+@promise("What scripts rely on", "exit code 5", "out of memory")
 @promise(
     "Training",
     "memory runs out in a step, in a validation, or elsewhere, whichever library says so",
@@ -394,14 +398,14 @@ def limit_memory() -> None:
     "`resume=` with another width, patch, seed or data",
     "exit 2, with each option that differs; another learning rate is taken, with a line",
 )
-@without("unet3d.config.resume_rules.refuse_changes", nothing)
+@without("unet3d.config.compose.refuse_changes", nothing)
 def test_resume_refuses_another_network(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     with pytest.raises(UserError, match=r"\bmodel\.features: \[4, 8\] -> \[8, 8\]"):
-        plan.plan([f"resume={finished}", "model.features=[8,8]"])
+        planned([f"resume={finished}", "model.features=[8,8]"])
     for words, part in (([f"resume={finished}", "dry_run=true"], "dry_run"), (["resume=nowhere"], "resume=nowhere")):
         assert code_of(*words) == 2
         printed = capsys.readouterr().err
@@ -480,6 +484,7 @@ def test_predict_replaces_a_file_only_when_asked(
     assert {path.name for path in made.parent.iterdir()} == {"a.nii.gz", "predictions.jsonl"}
 
 
+@promise("What scripts rely on", "exit code 3", "no usable checkpoint")
 def test_a_foreign_checkpoint_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {}}, tmp_path / "x.pt")
     assert face("predict", tmp_path / "x.pt", ".", "-o", tmp_path) == 3

@@ -16,12 +16,12 @@ from training import TINY, Ended, at_step, call, numbers, records, same, send, s
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
-from unet3d.config.resume_rules import refuse_changes
+from unet3d.config.compose import refuse_changes
 from unet3d.data import prepare
 from unet3d.run import run_folder
 from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.fingerprint import refuse_other_data
-from unet3d.run.memory_file import MemoryFile, read_memory
+from unet3d.run.run_folder import MemoryFile, read_memory
 from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
 
@@ -150,7 +150,7 @@ def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
 
 
 @promise("Resume", "`resume=` with another width ...")
-@without("unet3d.config.resume_rules.options_with", none)
+@without("unet3d.config.compose.options_with", none)
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}
@@ -342,6 +342,7 @@ def test_without_a_whole_checkpoint_nothing_starts_over(copy: Path) -> None:
     assert (status(copy), (copy / "metrics.jsonl").read_bytes()) == before
 
 
+@promise("What scripts rely on", "exit code 3 ...")
 @promise("Checkpoints", "another format; parts missing ...")
 @pytest.mark.parametrize(
     "change",

@@ -22,20 +22,20 @@ import torch
 import yaml
 from guards import nothing, without, yes
 from promises import promise
-from training import TINY, face
+from training import TINY, face, planned
 from training import train as train_in
 
 import unet3d
 from unet3d import build
 from unet3d.base import files
 from unet3d.base.errors import CheckpointError, DamagedCheckpoint, UserError
-from unet3d.cli import lifecycle, plan
+from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report import memory_plots, plots, report, score_plots
+from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict, record
 from unet3d.run.validation import evaluate
 from unet3d.training import checkpoint
@@ -353,7 +353,7 @@ def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
 @pytest.fixture
 def stranger(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a finished run, which a test changes as a stranger might; its report draws no picture."""
-    for module, name in ((plots, "training_curves"), (score_plots, "score_plot")):
+    for module, name in ((plots, "training_curves"), (case_plots, "score_plot")):
         monkeypatch.setattr(module, name, nothing)
     for name in ("phase_plot", "layer_plot"):
         monkeypatch.setattr(memory_plots, name, nothing)
@@ -426,7 +426,7 @@ def test_a_config_in_a_run_folder_is_not_composed(
 def test_a_config_in_a_run_folder_is_options_and_nothing_else(stranger: Path, line: str, said: str) -> None:
     (stranger / "config.yaml").write_text(f"{line}\n")
     with pytest.raises(UserError, match=said) as caught:
-        plan.plan([f"resume={stranger}"])
+        planned([f"resume={stranger}"])
     assert "\n" not in str(caught.value)
 
 
@@ -477,7 +477,7 @@ def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and str(stranger) in line
     with pytest.raises(UserError, match=str(stranger)):
-        plan.plan([f"resume={stranger}"])
+        planned([f"resume={stranger}"])
     for words in ([f"resume={stranger}"], [*TINY, f"hydra.run.dir={stranger}"]) if name in TRAINED else ():
         ended = train_in(stranger.parent, *words)
         assert ended.code == 2

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from jobs import sweep_of
 from promises import promise
-from training import ROOT, TINY, face, run, train
+from training import ROOT, TINY, face, planned, run, train
 from wandb_records import read_run
 
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, plan, sweep
+from unet3d.cli import lifecycle, sweep
 from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight
 
@@ -100,6 +100,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     return done, place / "sweep", ours
 
 
+@promise("What scripts rely on", "exit code 128 + n ...")
 @promise("Training", "a job of a ...")
 @pytest.mark.slow
 def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
@@ -207,12 +208,13 @@ def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None
 def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("multirun").touch()
-    plan.plan(["seed=0"])
+    planned(["seed=0"])
     with pytest.raises(UserError, match=r"^multirun/.*hydra.sweep.dir=FOLDER"):
-        plan.plan(["seed=0,1", "-m"])
-    plan.plan(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
+        planned(["seed=0,1", "-m"])
+    planned(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
 
 
+@promise("What scripts rely on", "exit code 128 + n", "a job of a sweep was killed by signal n")
 @promise("Training", "a job of a ...")
 def test_a_process_that_was_killed_is_named_by_its_signal() -> None:
     code, _ = lifecycle.run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])

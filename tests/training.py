@@ -25,13 +25,13 @@ from guards import Guard, are_out
 from PIL import Image
 
 from unet3d.base import progress
-from unet3d.cli import main
+from unet3d.cli import main, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight, recompute_plan
 from unet3d.memory.technique import choose_technique
 from unet3d.recomputing import prepare, search
-from unet3d.report import case_plots, memory_plots, plots, report, score_plots
+from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.report.loggers import Loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ for module, name, number in FEW:
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["served"])
 FIGURES = [
-    *((case_plots, "segmentation"), (plots, "training_curves"), (score_plots, "score_plot")),
+    *((case_plots, "segmentation"), (plots, "training_curves"), (case_plots, "score_plot")),
     *((memory_plots, "phase_plot"), (memory_plots, "timeline_plot"), (memory_plots, "layer_plot")),
 ]
 Hook = Callable[[], None]
@@ -94,6 +94,12 @@ def face(*arguments: object) -> int:
         return main.main()
     finally:
         sys.argv = before
+
+
+def planned(words: Sequence[str]) -> Any:
+    """Return what `python train.py WORDS` would begin: a job alone, or the jobs of a sweep."""
+    jobs = plan.plan(plan.parse(words))
+    return jobs[0] if jobs[0].number is None else jobs
 
 
 def train(

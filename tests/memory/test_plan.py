@@ -13,7 +13,7 @@ from promises import promise
 from training import PLAIN, face
 
 from unet3d import build
-from unet3d.base import ranks, shell
+from unet3d.base import process, ranks
 from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, mib
 from unet3d.config import compose
@@ -124,7 +124,7 @@ def test_fit_prints_a_command_that_fits(without_recompute: None, capsys: pytest.
     last = capsys.readouterr().out.splitlines()[-1]
     assert "batch=1" not in last, "Dice over the batch would be another loss"
     words = shlex.split(last)
-    program = shlex.split(shell.training([]))
+    program = shlex.split(process.training_command([]))
     assert words[1 : 1 + len(program)] == program
     asked = compose.compose(words[1 + len(program) :])
     assert preflight(asked, asked.model).memory["predicted"]["peak_bytes"] <= 0.8 * peak_of()

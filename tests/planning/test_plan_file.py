@@ -5,14 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 from promises import promise
-from training import face
+from training import face, planned
 
 from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml
-from unet3d.cli import plan as planned_runs
 from unet3d.config import compose
-from unet3d.config.compose import Job
-from unet3d.report.receipt import plan_entry, promises
+from unet3d.report.summary import plan_entry, promises
 
 OPTIONS = {
     "model": {"features": [4, 8, 16], "kernels": [[3, 3, 1], [3, 3, 3], [3, 3, 3]], "strides": [[2, 2, 1], [2, 2, 2]]},
@@ -56,10 +54,11 @@ def test_a_chosen_optimizer_brings_its_rate(plan: Path) -> None:
 
 
 def test_each_job_of_a_sweep_has_the_plan(plan: Path, tmp_path: Path) -> None:
-    jobs = planned_runs.plan(["-m", f"plan={plan}", "batch=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    assert all(isinstance(job, Job) for job in jobs)
+    jobs = planned(["-m", f"plan={plan}", "batch=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     assert [(job.config.batch, job.config.data.patch) for job in jobs] == [(1, [32, 32, 8]), (2, [32, 32, 8])]
-    assert f"plan={plan}" in jobs[0].overrides and not any("patch" in word for word in jobs[0].overrides)
+    assert f"plan={plan}" in jobs[0].composed.task_overrides and not any(
+        "patch" in word for word in jobs[0].composed.task_overrides
+    )
 
 
 @promise(
@@ -169,5 +168,6 @@ def test_a_strangers_memory_file_breaks_no_receipt() -> None:
     assert [row.key for row in promises({"plan": plan}, [{"time/step_s": "y"}])] == ["tensors"]
 
 
+@promise("What scripts rely on", "plan.yaml", "`plan=` reads what `plan` wrote")
 def test_a_plan_is_written_and_read_as_it_was(plan: Path) -> None:
     assert read_yaml(plan)["options"] == OPTIONS

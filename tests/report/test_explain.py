@@ -29,7 +29,7 @@ from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import predict
 from unet3d.report import explained
-from unet3d.run import shapes
+from unet3d.run import run_folder
 from unet3d.training import optim
 
 SHAPE = (1, 1, 16, 16, 16)
@@ -281,7 +281,7 @@ def test_weights_and_images_of_another_type_are_predicted_and_measured() -> None
 @pytest.mark.slow
 def test_a_network_of_very_many_layers_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 40  # not 500, which take long to draw
-    for module in (shapes, explained):
+    for module in (run_folder, explained):
         monkeypatch.setattr(module, "MOST_ITEMS", most)
     layers = [nn.Conv3d(1, 1, 1) for _ in range(most + 4)]
     found = unet3d.memory.predict(

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from unet3d.base import shell
+from unet3d.base import process
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv
 from unet3d.base.progress import track
@@ -227,7 +227,7 @@ def print_fit(overrides: Sequence[str]) -> None:
     if best.occupied_bytes > limit:
         smallest = f"the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
         raise UserError(f"budget={given}: nothing tried fits; {smallest}")
-    command = shell.training(budget.replaced(overrides, best.overrides))
+    command = process.training_command(budget.replaced(overrides, best.overrides))
     print(f"fits: {escaped(command)}")
 
 
