@@ -21,8 +21,8 @@ from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Model
-from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.preflight import preflight
+from unet3d.memory.segments import choose_segments
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 
@@ -247,9 +247,9 @@ def test_a_sequence_of_stages_can_be_checkpointed(here: Path) -> None:
     config.ckpt = 9
     with pytest.raises(UserError, match=r"^ckpt=9\b.*nn\.Sequential.*\b4\b"):
         choose_segments(config, options)
-    config.ckpt = "auto"
+    config.ckpt = 2
     options.path = "own_parts:Network"
-    with pytest.raises(UserError, match=r"^ckpt=auto\b.*nn\.Sequential.*\b0\b"):
+    with pytest.raises(UserError, match=r"^ckpt=2\b.*nn\.Sequential.*\b0\b"):
         choose_segments(config, options)
 
 

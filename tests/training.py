@@ -28,8 +28,8 @@ from unet3d.base import progress
 from unet3d.cli import main, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory import preflight, recompute_plan
-from unet3d.memory.technique import choose_technique
+from unet3d.memory import preflight
+from unet3d.memory.technique import choose_technique, saved
 from unet3d.recomputing import prepare, search
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.report.loggers import Loggers
@@ -172,7 +172,7 @@ def _unpredicted(config: Config, options: Model, before: Any = None) -> prefligh
     """Choose what backward computes a second time, and predict nothing."""
     if config.recompute != "none":
         program = choose_technique(config, options).program
-        schedule = None if program is None else recompute_plan.saved(config, program)
+        schedule = None if program is None else saved(config, program)
         return preflight.Preflight((), schedule, {})
     return preflight.Preflight((0, 2) if config.ckpt else (), None, {})
 

@@ -518,9 +518,9 @@ class Config:
     )
     ckpt: Any = option(
         0,
-        "gradient (activation) checkpointing in at most this many segments, or auto; 0: off",
+        "gradient (activation) checkpointing in at most this many segments; 0: off",
         "kept",
-        kind="int or auto",
+        kind="int",
     )
     recompute: str = option(
         "none",

@@ -161,12 +161,3 @@ def indices_of(mask: int) -> list[int]:
         indices.append(lowest.bit_length() - 1)
         mask ^= lowest
     return indices
-
-
-class SavedSchedule(NamedTuple):
-    """A schedule as memory.json has it, for a resumed run."""
-
-    recompute: str
-    budget: str | None
-    keep: Sequence[str]  # for each stage the maps that stay after it, as bits of a hexadecimal number
-    windows: bool = False  # validation follows a program, too

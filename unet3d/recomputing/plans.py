@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from unet3d.base.errors import UserError
+from unet3d.base.fit import fit
 from unet3d.base.types import mib
 from unet3d.recomputing import search
 from unet3d.recomputing.groups import first_of_group
@@ -40,15 +41,15 @@ def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
     if plan == "tiles":
         return program.by(smallest(program.schedules))
     assert budget is not None
-    schedule = within(program.schedules, budget - program.fixed_bytes)
-    if schedule is None and program.plain_bytes is not None and program.plain_bytes <= budget:
+    number = fit(program.schedules, lambda schedule: schedule.peak_bytes, budget - program.fixed_bytes)
+    if number is None and program.plain_bytes is not None and program.plain_bytes <= budget:
         return program.by(least_memory(program.schedules))
-    if schedule is None:
+    if number is None:
         raise UserError(
             f"budget={mib(budget)}MiB: a step needs at least {mib(least_bytes(program))} MiB of "
             "tensors; take a smaller patch or a smaller network"
         )
-    return program.by(schedule)
+    return program.by(program.schedules[number])
 
 
 def without_backward(program: Program) -> Program:
@@ -88,12 +89,6 @@ def least_memory(schedules: Sequence[Schedule]) -> Schedule:
     return min(schedules, key=_memory)
 
 
-def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
-    """Return the schedule of least work that needs at most `room` bytes; None without one."""
-    fitting = [schedule for schedule in schedules if schedule.peak_bytes <= room]
-    return min(fitting, key=_work, default=None)
-
-
 def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Schedule:
     """Return the schedule that weighs memory and work best, of those of at most that work if there are any."""
 
@@ -102,10 +97,6 @@ def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Sche
 
     bearable = [schedule for schedule in schedules if schedule.work <= most_work]
     return min(bearable or schedules, key=cost)
-
-
-def _work(schedule: Schedule) -> float:
-    return schedule.work
 
 
 def _memory(schedule: Schedule) -> int:
