@@ -30,7 +30,7 @@ LIBRARIES = {
     "wandb": {"report.wandb_logger"},
     "tensorboard": {"report.tensorboard_logger"},
     "nibabel": {"data"},
-    "nilearn": {"data.synthetic"},
+    "nilearn": {"data.layouts.generated"},
     "monai": {"training.metrics", "data.augment"},
     "matplotlib": {"report"},
     "rich": {"base.progress", "base.terminal", "report.terminal_logger"},

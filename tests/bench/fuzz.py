@@ -39,11 +39,11 @@ from unet3d.base.files import read_yaml
 from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
-from unet3d.data.cases import read_dataset
-from unet3d.data.headers import WARNING
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.cases import WARNING, read_dataset
+from unet3d.data.check import check_cases, summary
+from unet3d.data.intensity import intensity_rules
+from unet3d.data.preprocess import CaseReader, usable
 from unet3d.data.splits import split
-from unet3d.data.validate import check_cases, summary
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.summary import print_summary
 from unet3d.run import predict
@@ -104,8 +104,9 @@ def read_all(data: Data) -> str:
         train, val = split(task, data)
         lines += summary(task, train, val, headers)
         reader = CaseReader(task, data.spacing)
-        reader.fit_intensity("auto", train)
-        reader.preload([*train, *val])
+        reader.intensity = intensity_rules("auto", task.channels, map(reader.foreground, train))
+        for _ in usable([*train, *val], "reading cases", reader):
+            pass
     except UserError as error:
         assert problems, f"the check passed what a run refuses: {error}"
         lines.append(str(error))

@@ -13,7 +13,7 @@ from unet3d import build
 from unet3d.base import ranks
 from unet3d.base.files import write_json
 from unet3d.base.signals import Stop
-from unet3d.config import rules
+from unet3d.config import compose, rules
 from unet3d.config.schema import Config, Model
 from unet3d.data.prepare import PreparedData
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
@@ -159,7 +159,7 @@ def _start_folder(
 ) -> Loggers:
     """Write what is known as a run begins or goes on; return its loggers."""
     record = pretrained.record() if pretrained is not None else None
-    run_folder.start_folder(folder, config, device, record)
+    run_folder.start_folder(folder, compose.to_yaml(config), device, config.resume is not None, record)
     split = {"train": data.train, "val": data.val}  # as data.split reads it
     parts: dict[str, Any] = {use: [case.id for case in cases] for use, cases in split.items()}
     write_json(folder / "split.json", parts | {"data": _about_data(data)})

@@ -17,7 +17,7 @@ from typing import Any
 from unet3d.base.errors import not_saved
 from unet3d.base.files import read_lines
 from unet3d.data.cases import Case
-from unet3d.data.hashes import file_hashes
+from unet3d.data.scan import file_hashes
 
 RECORD = "predictions.jsonl"
 OPTIONS = ("overlap", "mirror", "components")  # that change what the same network writes

@@ -15,9 +15,9 @@ from unet3d.base.files import read_yaml
 from unet3d.base.types import Table
 from unet3d.config import compose
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.components import largest_components
 from unet3d.data.labels import written_values
-from unet3d.data.volume import read_truth, read_written
+from unet3d.data.restore import largest_components
+from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
 from unet3d.report.scores import shown
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done
@@ -99,8 +99,10 @@ def _scores(fold: Fold, case: Case) -> tuple[CaseScore, CaseScore]:
         raise UserError(f"{path}: no such label map; write it again: python train.py resume={fold.folder}")
     dataset = fold.dataset
     count = len(dataset.classes)
-    truth, spacing = read_truth(case, count, dataset.ignore, dataset.relabel)
-    prediction = read_written(case, path, fold.values)
+    assert case.label is not None, case.id
+    truth, _ = read_label_map(case, case.label, LabelValues(count, dataset.ignore, dataset.relabel))
+    spacing = stored_spacing(case)
+    prediction, _ = read_label_map(case, path, LabelValues.written(fold.values))
     cleaned = largest_components(prediction, range(1, count))
     before = score_case(case.id, prediction, truth, count, spacing, dataset.ignore)
     if np.array_equal(cleaned, prediction):

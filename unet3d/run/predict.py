@@ -16,21 +16,17 @@ from unet3d import build
 from unet3d.base.errors import UserError, warn
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
-from unet3d.config.schema import Config
+from unet3d.config.schema import LAYOUTS, Config
 from unet3d.data.cases import Case
-from unet3d.data.components import largest_components
 from unet3d.data.file_names import backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
 from unet3d.data.forms import in_one_line
 from unet3d.data.grids import Grid, contradictions, foreign_units
-from unet3d.data.headers import doubtful_places
-from unet3d.data.image_files import ImageFiles
-from unet3d.data.intensity import Intensity, normalise
+from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, stem
-from unet3d.data.nifti_write import save_labels, saving_scores
-from unet3d.data.restore import ProbabilityMaps, to_original
-from unet3d.data.seen import Seen
-from unet3d.data.volume import Volume, read_volume, with_values
+from unet3d.data.restore import ProbabilityMaps, largest_components, save_labels, saving_scores, to_original
+from unet3d.data.scan import ImageFiles, doubtful_places
+from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
 from unet3d.training import switches
@@ -88,7 +84,7 @@ class Segmenter:
         return with_values(largest_components(labels, self.largest), self.values)
 
     def _read(self, case: Case) -> Volume:
-        volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
+        volume = read_volume(case._replace(label=None), LabelValues(0), self.spacing, self.rules)
         count = len(volume.image)
         expected = len(self.intensity)
         if count != expected:
@@ -180,7 +176,7 @@ def segmenter(
         spacing=config.data.spacing,
         rules=ValidationRules.of(config.data),
         affine=config.data.affine,
-        by_channel=config.data.format == "nnunet",
+        by_channel=LAYOUTS[config.data.format].get("by_channel", False),
         values=written_values(config.data, trained.label_count),
         written=_written(config, trained),
         largest=trained.largest,
@@ -247,8 +243,8 @@ def accepted_contradictions(case: Case) -> list[str]:
     These are contradictions between its files, and lengths that are not in mm.
     """
     opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    errors = (*contradictions(case, opened), *foreign_units(case, opened))
-    return [str(error) for error in errors]
+    errors = [found.error for found in contradictions(case, opened)]
+    return [str(error) for error in (*errors, *foreign_units(case, opened))]
 
 
 def doubtful_places_in(cases: Iterable[Case]) -> list[str]:

@@ -27,8 +27,7 @@ from unet3d.base.errors import (
 from unet3d.base.files import write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
-from unet3d.config.compose import flat
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Config, Model, flat
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
@@ -106,7 +105,7 @@ class Run:
             where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, all_batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            foreseen = _foreseen(error, self.config)
+            foreseen = _foreseen(error, self.config.deterministic)
             if foreseen is not None:
                 raise foreseen from error
             if not is_out_of_memory(error):
@@ -298,12 +297,12 @@ class Run:
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
 
 
-def _foreseen(error: Exception, config: Config) -> ForeseenError | None:
+def _foreseen(error: Exception, deterministic: bool) -> ForeseenError | None:
     """Return the error to show for a lost worker, a refusal of `deterministic`, or a failure of torch.compile.
 
     None for another error, or where memory ran out as torch.compile ran.
     """
-    foreseen = lost(error) or switches.nondeterminism_error(error, config)
+    foreseen = lost(error) or switches.nondeterminism_error(error, deterministic)
     if foreseen is None and not is_out_of_memory(error):
         foreseen = switches.compile_error(error)
     return foreseen

@@ -12,7 +12,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError, warn
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.data.seen import Seen
+from unet3d.data.intensity import Seen
 from unet3d.run.checkpoint import Checkpoint
 from unet3d.run.fingerprint import DatasetFingerprint, refuse_other_data
 from unet3d.training import checkpoint, optim

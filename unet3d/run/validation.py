@@ -19,12 +19,11 @@ from unet3d.config.schema import Data as Options
 from unet3d.config.schema import Loss
 from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.components import largest_components
 from unet3d.data.labels import written_values
 from unet3d.data.patches import PreparedCase
 from unet3d.data.prepare import PreparedData, Read
-from unet3d.data.restore import ArgmaxCollector
-from unet3d.data.volume import read_label_map, read_truth, read_written
+from unet3d.data.restore import ArgmaxCollector, largest_components
+from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.report import case_plots
 from unet3d.report.plots import remove_picture
 from unet3d.report.scores import ROLES, chosen
@@ -79,8 +78,9 @@ def evaluate(
 def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) -> CaseScore:
     """Return scores of a label map (X, Y, Z) in the axes of the case's files, against theirs. Raises UserError."""
     count = dataset.label_count
-    truth, spacing = read_truth(case, count, dataset.ignore, dataset.relabel)
-    return score_case(case.id, prediction, truth, count, spacing, dataset.ignore, True, dataset.regions)
+    assert case.label is not None, case.id
+    truth, _ = read_label_map(case, case.label, LabelValues.of_files(dataset))
+    return score_case(case.id, prediction, truth, count, stored_spacing(case), dataset.ignore, True, dataset.regions)
 
 
 def has_own_grids(data: PreparedData, options: Options) -> bool:
@@ -139,7 +139,8 @@ class Predictions:
             path = self._picture(role)
             if not path.exists():
                 with _saving(path):
-                    prediction = read_label_map(case, self._path(case), self._values, self.options.spacing)
+                    written, header = read_label_map(case, self._path(case), LabelValues.written(self._values))
+                    prediction = on_network_grid(written, case, header, self.options.spacing, None)
                     self.draw(case, prediction, path, title)
 
     @property
@@ -168,7 +169,7 @@ class Predictions:
         scores = []
         with progress.counting("scoring", len(self.data.val)) as counter:
             for case in self.data.val:
-                prediction = read_written(case, self._path(case), self._values)
+                prediction, _ = read_label_map(case, self._path(case), LabelValues.written(self._values))
                 scores.append(score_on_own_grid(case, prediction, dataset))
                 counter.advance()
         with _saving(path):

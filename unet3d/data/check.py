@@ -4,28 +4,31 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
 from typing import NamedTuple
 
-import nibabel as nib
 import numpy as np
-from nibabel.orientations import apply_orientation
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, escaped, listed
 from unet3d.config.data_rules import MAX_LABEL
-from unet3d.config.schema import Data
+from unet3d.config.rules import effective_model
+from unet3d.config.schema import Data, Model
 from unet3d.data import nifti
-from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
 from unet3d.data.forms import in_one_line
-from unet3d.data.grids import canonical_grid, resample_labels, target_grid
-from unet3d.data.headers import WARNING, CaseHeader, oddities, placed_apart, scan_case, shown_names
-from unet3d.data.image_files import ImageFiles, OpenFile
-from unet3d.data.labels import likely_ignored, options_for
+from unet3d.data.grids import Grid
+from unet3d.data.labels import likely_ignored, misread, options_for
 from unet3d.data.nifti import ValidationRules
-from unet3d.data.nifti_labels import UnknownLabels, read_label
-from unet3d.data.regions import misread
+from unet3d.data.scan import CaseHeader, ImageFiles, oddities, placed_apart, read_grid, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.twins import Digests, VoxelDigest, leaks
+from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_label_map
+from unet3d.model import geometry
+
+MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
+CASES_SAMPLED = 200  # whose sizes are compared with the patch
 
 
 class Content(NamedTuple):
@@ -180,14 +183,18 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Dat
     labels = frozenset[int]()
     kept = frozenset[int]()
     digest = VoxelDigest()
+    values = LabelValues.of_files(dataset)
+    if not dataset.label_count:  # no class is known, so that any label will do
+        values = values._replace(classes=MAX_LABEL + 1)
     paths = [path for path in case.files if path in files.headers]
     for path in paths:
         try:
             with files.reopened(case, path) as file:
                 if path == case.label:
-                    label = _read_label(dataset, case, file)
-                    labels = _values(label)
-                    kept = _values(_resampled(label, case, file, dataset.ignore, data)) if data.spacing else labels
+                    label, header = read_label_map(case, path, values, file)
+                    labels = kept = _occurring(label)
+                    if data.spacing is not None:
+                        kept = _occurring(on_network_grid(label, case, header, data.spacing, dataset.ignore))
                 else:
                     rules = ValidationRules.of(data)
                     voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
@@ -206,30 +213,9 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Dat
     return CaseContent(Content(digest.digests(), labels, kept), warnings, unknown)
 
 
-def _read_label(dataset: DatasetInfo, case: Case, file: OpenFile) -> np.ndarray:
-    """Return the label map of a case (X, Y, Z). Raises UnknownLabels, UserError."""
-    assert case.label is not None, case.id
-    classes = dataset.label_count or MAX_LABEL + 1  # any label, where no class is known
-    return read_label(
-        case.id,
-        case.label,
-        file.image,
-        classes,
-        dataset.ignore,
-        dataset.relabel,
-        file.stream,
-    )
-
-
-def _values(label: np.ndarray) -> frozenset[int]:
+def _occurring(label: np.ndarray) -> frozenset[int]:
     """Return the values that occur in a label map."""
     return frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
-
-
-def _resampled(label: np.ndarray, case: Case, file: OpenFile, ignore: int | None, data: Data) -> np.ndarray:
-    """Return a label map of a case as the network sees it at data.spacing. Raises UserError."""
-    turned = apply_orientation(label, nib.io_orientation(file.image.affine))
-    return resample_labels(turned, canonical_grid(file.image), target_grid(case, file.image, data.spacing), ignore)
 
 
 def _with_label_map(
@@ -319,3 +305,35 @@ def _range(triples: Sequence[Sequence[float]]) -> str:
     rows = np.quantile(triples, (0, 0.5, 1), axis=0, method="nearest")
     low, middle, high = (" x ".join(f"{value:.4g}" for value in row) for row in rows)
     return middle if low == high else f"{middle} (median), from {low} to {high}"
+
+
+def read_grids(cases: Sequence[Case], spacing: Sequence[float] | None) -> list[Grid]:
+    """Return the grids that the network sees of some cases; those that cannot be read are left out."""
+    grids = list[Grid]()
+    for case in cases[:: _step(cases)]:
+        with suppress(UserError):  # `check_cases` reports it
+            grids.append(read_grid(case, spacing))
+    return grids
+
+
+def _step(items: Sequence[object]) -> int:
+    """Return every how many-th of the items leaves at most CASES_SAMPLED."""
+    return -(-len(items) // CASES_SAMPLED) or 1
+
+
+def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None]) -> str | None:
+    """Return a line for a patch most of which is padding in most cases with these grids; None for any other patch.
+
+    A grid is None where it could not be read.
+    """
+    grids = [grid for grid in targets[:: _step(targets)] if grid is not None]
+    output = geometry.output_size(patch, effective_model(model))  # valid convolutions return less than they take
+    shares = [prod(min(p, n) / p for p, n in zip(output, grid.shape, strict=True)) for grid in grids]
+    share = float(np.median(shares)) if shares else 1.0
+    if share >= MIN_PATCH_FILL:
+        return None
+    x, y, z = (int(n) for n in np.median([grid.shape for grid in grids], axis=0))
+    part = "it" if output == tuple(patch) else f"its output of {'x'.join(map(str, output))}"
+    volumes = f"volumes of {x}x{y}x{z} voxels, the median in training"
+    problem = f"{volumes}, fill {100 * share:.0f}% of {part}, the rest is padding"
+    return f"data.patch={patch}: {problem}; give a smaller one, or let python -m unet3d plan choose it"

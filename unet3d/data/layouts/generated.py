@@ -11,11 +11,12 @@ import numpy as np
 from unet3d.base import progress
 from unet3d.base.errors import UserError, is_disk_full, make_room
 from unet3d.base.files import making_folder
-from unet3d.config.schema import Phantom
-from unet3d.data import nifti_write
+from unet3d.config.schema import LAYOUTS, Data, Phantom
+from unet3d.data import restore
+from unet3d.data.cases import Case, DatasetInfo, layout, with_classes
+from unet3d.data.labels import asked_regions
+from unet3d.data.layouts.decathlon import decathlon
 
-PHANTOM_ROOT = Path("data/phantom")
-MNI152_ROOT = Path("data/mni152")
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
 PHANTOM: dict[str, Any] = {  # its dataset.json, without the cases
     "name": "Phantom",
@@ -51,6 +52,34 @@ class GeneratedCase(NamedTuple):
     affine: np.ndarray
 
 
+@layout(generated="data/phantom")
+def phantom(root: Path, data: Data) -> DatasetInfo:
+    """Return the phantom of data.phantom. Raises UserError."""
+    return decathlon(ensure_phantom(data.phantom, root), data)
+
+
+@layout(generated="data/mni152")
+def mni152(root: Path, data: Data) -> DatasetInfo:
+    """Return the brain of nilearn's template. Raises UserError."""
+    return decathlon(ensure_mni152(root), data)
+
+
+def phantom_outline(data: Data) -> DatasetInfo:
+    """Return what `read_dataset` returns for the phantom, and generate no file. Raises UserError."""
+    folder = phantom_folder(data.phantom, Path(data.root or LAYOUTS["phantom"]["generated"]))
+    cases = list[Case]()
+    for index in range(data.phantom.cases):
+        entry = _entry(_phantom_name(index))
+        cases.append(Case(_phantom_name(index), (folder / entry["image"],), folder / entry["label"]))
+    names = {int(label): name for label, name in PHANTOM["labels"].items()}
+    channels = tuple(PHANTOM["modality"].values())
+    dataset = DatasetInfo(PHANTOM["name"], channels, tuple(cases), data.ignore, announced=len(cases))
+    dataset = with_classes(dataset, names, data, folder / "dataset.json", asked_regions(data))
+    if dataset.wrong_labels:
+        raise UserError(dataset.wrong_labels)
+    return dataset
+
+
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
     """Return `folder`; if absent, written whole from `about`, the start of dataset.json, and `cases`.
 
@@ -81,7 +110,7 @@ def _write_case(folder: Path, case: GeneratedCase) -> dict[str, str]:
         image = nib.Nifti1Image(voxels, case.affine)
         image.header.set_xyzt_units("mm")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        nifti_write.save_image(folder / name, image)
+        restore.save_image(folder / name, image)
     return entry
 
 
@@ -99,12 +128,6 @@ def phantom_folder(options: Phantom, parent: Path) -> Path:
     """Return where the phantom is, or will be."""
     shape = "x".join(map(str, options.shape))
     return parent / f"v{PHANTOM_VERSION}-{options.cases}x{shape}-seed{options.seed}"
-
-
-def phantom_files(options: Phantom) -> dict[str, dict[str, str]]:
-    """Return the phantom's files below its folder by case id, as dataset.json has them."""
-    names = map(_phantom_name, range(options.cases))
-    return {name: _entry(name) for name in names}
 
 
 def _phantom_name(index: int) -> str:
