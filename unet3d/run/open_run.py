@@ -17,6 +17,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.data.prepare import PreparedData
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.model.unet import UNet3D
+from unet3d.recomputing.plans import Technique
 from unet3d.recomputing.prepare import retraced
 from unet3d.recomputing.program import Program
 from unet3d.report.loggers import Loggers, open_loggers
@@ -29,7 +30,6 @@ from unet3d.run.run_folder import MemoryFile
 from unet3d.run.training_state import CheckpointManager, TrainingState, fingerprint, seed_per_rank
 from unet3d.run.validation import Validator, has_own_grids
 from unet3d.training import optim, switches
-from unet3d.training.policy import Technique
 from unet3d.training.trainer import Learner, Trainer
 
 
