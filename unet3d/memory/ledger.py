@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
-from unet3d.recomputing import observer
-from unet3d.recomputing.gradient_sums import GradientSums
-from unet3d.recomputing.observer import Observer
+from unet3d.recomputing import state as of_pass
+from unet3d.recomputing.fake_kernels import GradientSums
+from unet3d.recomputing.state import Observer
 from unet3d.recomputing.workspaces import CONVOLUTION
 
 WHOLE = "(forward)"  # the forward of the network itself, and the weights that are in no submodule
@@ -58,8 +58,8 @@ class ModuleTracker(Observer):
         self._stack = []
         self._first_numbers = []
         self._node_paths = []
-        self._hooks.callback(setattr, observer, "observer", observer.observer)
-        observer.observer = self
+        self._hooks.callback(setattr, of_pass, "observer", of_pass.observer)
+        of_pass.observer = self
         for path, module in self.modules.items():
             enter = module.register_forward_pre_hook(partial(self._enter, path))
             self._hooks.enter_context(enter)

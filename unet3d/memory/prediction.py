@@ -39,10 +39,9 @@ from unet3d.memory.tables import (
 )
 from unet3d.memory.technique import choose_technique, saved, step_peak, window_program
 from unet3d.memory.variants import PASSES, Candidate
-from unet3d.recomputing.prepare import work_line
+from unet3d.recomputing.plans import Technique, work_line
 from unet3d.recomputing.program import Program
 from unet3d.training import switches
-from unet3d.training.policy import Technique
 
 ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
 
