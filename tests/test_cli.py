@@ -32,7 +32,7 @@ from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.data import nifti_write
+from unet3d.data import restore
 from unet3d.data.cases import read_dataset
 from unet3d.data.prepare import prepare_data
 from unet3d.data.splits import split
@@ -496,7 +496,7 @@ def save_image(path: Path, bright: int = 0, depth: float = 1) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     voxels = np.zeros((9, 9, 9), np.uint8)
     voxels[bright] = 1
-    nifti_write.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
+    restore.save_image(path, nib.Nifti1Image(voxels, np.diag([1, 1, depth, 1])))
 
 
 def errors_in(printed: str) -> list[str]:

@@ -62,19 +62,19 @@ def score(arguments: argparse.Namespace) -> None:
 def check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case. Return 2 if there is a problem."""
     config = config_with_warnings(arguments.overrides)
-    from unet3d.data import cases, padding, splits, validate
+    from unet3d.data import cases, check, splits
 
     dataset = cases.dataset_to_check(config.data)
     train: Sequence[cases.Case] = ()
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
         train, val = splits.split(dataset, config.data)
-    headers, lines, options = validate.check_cases(dataset, dataset.cases, config.data, full=True)
-    advice = padding.mostly_padding(config.model, config.data.patch, [headers[case.id].target for case in train])
+    headers, lines, options = check.check_cases(dataset, dataset.cases, config.data, full=True)
+    advice = check.mostly_padding(config.model, config.data.patch, [headers[case.id].target for case in train])
     if advice is not None:
-        lines.append(f"{validate.WARNING}{advice}")
-    problems = [line for line in lines if not line.startswith(validate.WARNING)]
-    summary = validate.summary(dataset, train, val, headers)
+        lines.append(f"{cases.WARNING}{advice}")
+    problems = [line for line in lines if not line.startswith(cases.WARNING)]
+    summary = check.summary(dataset, train, val, headers)
     if len(problems) <= bool(options):  # which mend the labels, one problem
         summary += _plan_command(arguments.overrides, options)
     for line in [*summary, *listed(lines)]:

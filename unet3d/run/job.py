@@ -12,8 +12,8 @@ from unet3d.config import compose, rules
 from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset
+from unet3d.data.check import mostly_padding, read_grids
 from unet3d.data.grids import Grid
-from unet3d.data.padding import mostly_padding, read_grids
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.splits import split
 from unet3d.memory import preflight
