@@ -26,7 +26,7 @@ LAYERS = (
     (FACE,),
 )
 LIBRARIES = {
-    "hydra": {"config.compose", "config.hydra_errors", "config.words", "cli"},
+    "hydra": {"config.compose", "config.hydra_errors", "cli"},
     "wandb": {"report.wandb_logger"},
     "tensorboard": {"report.tensorboard_logger"},
     "nibabel": {"data"},
