@@ -245,6 +245,14 @@ def test_a_logger_of_ones_own_neither_ends_the_run_nor_logs_nothing_unsaid(
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}]
 
 
+def test_a_logger_is_one_file_that_its_path_names(tmp_path: Path, capsys: Capture) -> None:
+    path = "unet3d.report.tensorboard_logger:TensorBoardLogger"
+    opened = open_loggers(Config(loggers=[path], wandb=Wandb(mode="disabled")), tmp_path)
+    opened.scalars({"a": 1}, 1)
+    opened.close(0)
+    assert any((tmp_path / "tensorboard").iterdir()) and capsys.readouterr().err == ""
+
+
 def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
     with pytest.raises(KeyboardInterrupt):
         Loggers([Memory(0, KeyboardInterrupt)]).scalars({}, 1)
