@@ -17,12 +17,13 @@ from unet3d.base.types import MIB, Table, mib
 from unet3d.cli import memory_of_module
 from unet3d.config.schema import Config, Model
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.peak import Peak
 from unet3d.model import geometry
 from unet3d.model.architecture import levels_of
 from unet3d.model.geometry import Triple
 from unet3d.planning.largest import Largest, largest
 from unet3d.planning.patches import CUBE, VOXEL, Padding, Series, padded_by_rules, padded_to
-from unet3d.planning.steps import AS_NNUNET, AUTO, SCHEDULES, USUAL_BYTES, ConfigSteps, Peaks, Schedule, Steps
+from unet3d.planning.steps import AS_NNUNET, AUTO, SCHEDULES, USUAL_BYTES, ConfigSteps, Schedule, Steps
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 
@@ -106,7 +107,7 @@ def print_largest(
         if padded(peak_of) != peak_of:
             raise UserError(f"--peak-of {shown(peak_of)}: the network takes {shown(padded(peak_of))}, say")
         peaks = steps.peaks(AS_NNUNET, peak_of, 0)
-        budgets = (peaks.occupied,)
+        budgets = (peaks.limited,)
         rows.append(["", _words(steps, AS_NNUNET), shown(peak_of), "1.00x", *_sizes(peaks, steps), "", ""])
     patches = []
     if proportions is None or proportions != CUBE:
@@ -159,7 +160,7 @@ def _rows(
             if answer.next is None:
                 row += ["too long", ""]
             else:
-                row += [shown(answer.next), mib(steps.peaks(schedule, answer.next, budget).occupied)]
+                row += [shown(answer.next), mib(steps.peaks(schedule, answer.next, budget).limited)]
             yield row
 
 
@@ -173,7 +174,7 @@ def _answer(
     """Return the largest patch within a budget; `known` gets the bytes of each step that is simulated, by voxels."""
 
     def occupied(patch: Triple) -> int:
-        size = steps.peaks(schedule, patch, budget).occupied
+        size = steps.peaks(schedule, patch, budget).limited
         known[prod(patch)] = size
         return size
 
@@ -203,7 +204,7 @@ def _words(steps: Steps, schedule: Schedule) -> str:
     return name if schedule.recompute == "none" else f"{name} {schedule.recompute}"
 
 
-def _sizes(peaks: Peaks, steps: Steps) -> list[str]:
+def _sizes(peaks: Peak, steps: Steps) -> list[str]:
     return [mib(getattr(peaks, form)) for form in FORMS[steps.device_type]]
 
 

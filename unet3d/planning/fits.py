@@ -1,24 +1,21 @@
 """The largest patch whose training step and validation fit a budget, by few simulations on tensors without data."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from unet3d import build
 from unet3d.base.progress import counting
 from unet3d.base.types import MIB
 from unet3d.config.schema import Config
-from unet3d.memory.allocator import read_settings, replay
-from unet3d.memory.budget import Candidate, simulated
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.peak import Peak
 from unet3d.memory.preflight import smallest_validation
+from unet3d.memory.segments import profile_stages
 from unet3d.memory.simulate import fake_model
-from unet3d.memory.stage_profile import profile_stages
-from unet3d.memory.technique import choose_technique, predicted
+from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.memory.variants import PASSES
 from unet3d.model.geometry import Triple
 from unet3d.planning.largest import Points, largest
 from unet3d.planning.sized_patches import SizedPatch, SizedSeries
@@ -34,22 +31,23 @@ class Fit(NamedTuple):
     """A run's step and validation, predicted."""
 
     config: Config
-    candidate: Candidate
+    step: Peak
+    step_recompute_fraction: float  # convolution FLOPs computed twice, as a share of a step's
     validation_bytes: int
 
     @property
     def occupied_bytes(self) -> int:
         """Return the bytes that a budget limits: of the step or of validation, whichever needs more."""
-        return max(self.candidate.occupied_bytes, self.validation_bytes)
+        return max(self.step.limited, self.validation_bytes)
 
 
 def fit_of(config: Config) -> Fit:
     """Return the prediction of a run as its config says, in one simulation or, with recompute, a few."""
     model = config.model
-    candidate = simulated(Candidate((), "nothing", config, model))
     technique = choose_technique(config, model)
-    validation = smallest_validation(config, model, technique, candidate.peak_bytes, optimizer_bytes(config))
-    return Fit(config, candidate, validation.peak_bytes)
+    step = step_peak(config, model, technique)
+    validation = smallest_validation(config, model, technique, step.tensors, optimizer_bytes(config))
+    return Fit(config, step, technique.forward_recompute_fraction / PASSES, validation.bytes)
 
 
 def _parameters(config: Config) -> list[int]:
@@ -89,7 +87,7 @@ def largest_recomputed(sizes: Sequence[SizedPatch], make: Make, budget: int) -> 
     middle = sizes[len(sizes) // 2]
     config = plain(make(middle))
     profile = profile_stages(config, config.model)
-    of_voxels = SHARE_BY_TILES * max(0, profile.peak - profile.update)
+    of_voxels = SHARE_BY_TILES * max(0, profile.step.tensors - profile.update)
     guess = {1: float(profile.update), middle.voxels: profile.update + of_voxels}
 
     def measure(size: SizedPatch) -> Fit:
@@ -128,7 +126,7 @@ def cheapest(config: Config, budget: int) -> Fit | None:
         return fit
     by_tiles = fit_of(replace(config, recompute="tiles", ckpt=0, budget=None))
     schedules = ["auto"]
-    if LEAN_OF_TILES * by_tiles.candidate.occupied_bytes <= budget:
+    if LEAN_OF_TILES * by_tiles.step.limited <= budget:
         schedules = ["lean", "auto"]
     for recompute in schedules:
         fit = fit_of(replace(config, recompute=recompute, ckpt=0, budget=f"{budget / MIB:.6f}MiB"))
@@ -139,11 +137,7 @@ def cheapest(config: Config, budget: int) -> Fit | None:
 
 def allocated_bytes(config: Config) -> int:
     """Return what CUDA's allocator would give out for a step at most, by a replay; 0 for a step on the CPU."""
-    if build.device_type(config) != "cuda":
-        return 0
-    settings, _ = read_settings(os.environ)
-    meter = predicted(config, config.model, steps=STEPS_FOR_PEAK)
-    return replay(meter.ledger.requests(), settings).allocated_bytes
+    return step_peak(config, config.model).allocated
 
 
 def state_bytes(config: Config) -> int:

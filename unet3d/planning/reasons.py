@@ -46,10 +46,10 @@ def note_step(draft: Draft, choice: Choice) -> None:
     _note_schedule(draft, choice)
     _note_budget(draft, choice)
     draft.promise["device"] = draft.device
-    draft.promise["peak_bytes"] = fit.candidate.peak_bytes
-    if fit.candidate.reserved_bytes:
+    draft.promise["peak_bytes"] = fit.step.tensors
+    if fit.step.reserved:
         draft.promise["allocated_bytes"] = fits.allocated_bytes(config)
-        draft.promise["reserved_bytes"] = fit.candidate.reserved_bytes
+        draft.promise["reserved_bytes"] = fit.step.reserved
     draft.promise["validation_bytes"] = fit.validation_bytes
 
 
@@ -164,7 +164,7 @@ def _limit_of_batch(draft: Draft, choice: Choice) -> str:
 def _note_schedule(draft: Draft, choice: Choice) -> None:
     fit = choice.fit
     config = fit.config
-    work = fit.candidate.step_recompute_fraction
+    work = fit.step_recompute_fraction
     if config.recompute == "none" and not config.ckpt:
         reason = "the plain step fits, which computes nothing twice"
         instead = "recompute=lean, in less memory"
@@ -175,7 +175,7 @@ def _note_schedule(draft: Draft, choice: Choice) -> None:
     if draft.is_given("recompute", "ckpt"):
         draft.decide("schedule", schedule, f"as given: {work:.1%} more multiplications than the plain step")
         return
-    draft.decide("schedule", schedule, reason, "ckpt=auto, which computes whole stages twice, and a smaller patch")
+    draft.decide("schedule", schedule, reason, "ckpt=2, which computes whole stages twice, and a smaller patch")
 
 
 def _note_budget(draft: Draft, choice: Choice) -> None:
@@ -183,7 +183,7 @@ def _note_budget(draft: Draft, choice: Choice) -> None:
     kind = "reserved by the allocator" if draft.device == "cuda" else "tensors"
     size = fit.occupied_bytes
     share = percent(size, draft.budget)
-    step = f"a step {mib(fit.candidate.occupied_bytes)}, a validation window {mib(fit.validation_bytes)} MiB"
+    step = f"a step {mib(fit.step.limited)}, a validation window {mib(fit.validation_bytes)} MiB"
     reason = f"{step} ({kind}, predicted): {share} of {mib(draft.budget)} MiB"
     if size < LARGE_PART * draft.budget:
         reason += f"; {mib(draft.budget - size)} MiB stay unused: {_why_unused(draft, choice)}"

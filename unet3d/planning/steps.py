@@ -1,6 +1,5 @@
 """Peaks of training steps by schedule and patch, simulated once each: of a config's network, or of any other."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +8,9 @@ from typing import NamedTuple
 from unet3d import build
 from unet3d.base.types import MIB
 from unet3d.config.schema import Config, Model
-from unet3d.memory.allocator import Settings, read_settings, replay
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.technique import predicted
 from unet3d.memory.variants import refuse_step
 from unet3d.model.geometry import Triple
@@ -37,45 +36,19 @@ AUTO = Schedule(True, "auto", 0.22)  # the least work that fits a budget
 AS_NNUNET = SCHEDULES[1]
 
 
-class Peaks(NamedTuple):
-    """Predicted peaks of a step, in bytes. Those of the allocator are 0 on the CPU."""
-
-    tensors: int
-    allocated: int = 0
-    reserved: int = 0  # with the allocator's settings of this environment
-    expandable: int = 0  # reserved with expandable_segments
-
-    @property
-    def occupied(self) -> int:
-        """Return the bytes that a budget limits."""
-        return max(self.tensors, self.reserved)
-
-
-def peaks_of(ledger: Ledger, device_type: str) -> Peaks:
-    """Return the peaks of simulated steps."""
-    tensors = ledger.peak_bytes()
-    if device_type != "cuda":
-        return Peaks(tensors)
-    settings, _ = read_settings(os.environ)
-    requests = ledger.requests()
-    allocated, reserved = replay(requests, settings)
-    expandable = replay(requests, Settings(expandable=True)).reserved_bytes
-    return Peaks(tensors, allocated, reserved, expandable)
-
-
 class Steps(ABC):
     """The training steps of a network. Each is simulated once."""
 
     def __init__(self, config: Config) -> None:
         self.config = replace(config, budget=None)
         self.device_type = build.device_type(config)
-        self._peaks: dict[tuple[Schedule, Triple, int | None], Peaks] = {}
+        self._peaks: dict[tuple[Schedule, Triple, int | None], Peak] = {}
 
-    def peaks(self, schedule: Schedule, patch: Triple, budget: int) -> Peaks:
+    def peaks(self, schedule: Schedule, patch: Triple, budget: int) -> Peak:
         """Return what a step needs. The budget (bytes) counts for `recompute=auto`. Raises UserError."""
         key = (schedule, patch, budget if schedule.recompute == "auto" else None)
         if key not in self._peaks:
-            self._peaks[key] = peaks_of(self.ledger(schedule, patch, budget), self.device_type)
+            self._peaks[key] = peak_of(self.ledger(schedule, patch, budget))
         return self._peaks[key]
 
     @property
