@@ -23,9 +23,10 @@ from unet3d.data.scan import read_grid
 from unet3d.data.splits import split
 from unet3d.model.architecture import levels_of
 from unet3d.model.unet import UNet3D
+from unet3d.recomputing.plans import PLAIN, Technique
 from unet3d.training.inference import Predictor
 from unet3d.training.losses import CUDA_CHUNK, LOSSES, LossOptions, SegmentationLoss
-from unet3d.training.policy import PLAIN, MemoryPolicy, Technique, amp_dtype
+from unet3d.training.policy import MemoryPolicy, amp_dtype
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:

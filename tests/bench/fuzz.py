@@ -47,9 +47,8 @@ from unet3d.data.splits import split
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.summary import print_summary
 from unet3d.run import predict
-from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.record import read_run
-from unet3d.run.training_state import TrainingState
+from unet3d.run.training_state import CheckpointManager, TrainingState
 from unet3d.training import checkpoint, optim
 
 RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
@@ -171,7 +170,7 @@ class SoundRun:
 
     def _resume(self, folder: Path) -> None:
         plan.plan(plan.parse([f"resume={folder}"]))
-        CheckpointManager(folder, dict).restore(self.state.load_state_dict)
+        CheckpointManager(folder, self.state).restore()
 
 
 def _ends(act: Callable[[Path], object], folder: Path) -> str:

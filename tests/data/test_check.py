@@ -45,7 +45,7 @@ from unet3d.data.check import check_headers, mostly_padding, read_grids, summary
 from unet3d.data.prepare import prepare_data
 from unet3d.data.scan import FileHasher, Hashes, OpenFile
 from unet3d.data.splits import split
-from unet3d.run.fingerprint import DatasetFingerprint, fingerprint, refuse_other_data
+from unet3d.run.training_state import DatasetFingerprint, fingerprint, refuse_other_data
 
 PAGE = b"<!DOCTYPE html>" + b"not found " * 100
 

@@ -25,7 +25,7 @@ from unet3d.data.labels import numbered, proposal, written_values, written_words
 from unet3d.data.prepare import prepare_data
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.splits import split
-from unet3d.run.fingerprint import fingerprint
+from unet3d.run.training_state import fingerprint
 
 Dataset = Callable[[Path], Data]
 

@@ -24,8 +24,8 @@ import unet3d.memory
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
+from unet3d.memory.any_network import Explanation
 from unet3d.memory.meter import COUNTED
-from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import step_peak
 from unet3d.report import explained

@@ -22,13 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unet3d.base.errors import UserError
 from unet3d.base.progress import beat
 from unet3d.memory.tables import LSTM
-from unet3d.recomputing import meta_kernels
+from unet3d.recomputing import fake_kernels
 from unet3d.recomputing.workspaces import CONVOLUTION
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 # Frames that are passed over in search of the code that asks for a value: torch's, and those of the dispatch modes.
-DISPATCH_MODES = ("ledger", "counters", "fake_tensors")
+DISPATCH_MODES = ("ledger", "gpu_ledgers", "fake_tensors")
 INNER = (TORCH, *(f"{PACKAGE}memory{os.sep}{name}.py" for name in DISPATCH_MODES))
 MOST_GUESSES = 100
 NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
@@ -90,7 +90,7 @@ class _Corrections(TorchDispatchMode):
         if func is READ_NUMBER and self.ranges.knows(args[0]):
             return self.ranges.number(args[0])
         try:
-            result = meta_kernels.run(func, args, kwargs or {})
+            result = fake_kernels.run(func, args, kwargs or {})
             self.ranges.follow(func, args, result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if func is READ_NUMBER and _counts_passes(sys._getframe(1)):

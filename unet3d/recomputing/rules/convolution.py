@@ -1,20 +1,157 @@
-"""Convolutions and transposed convolutions on rows: any kernel, stride, padding, dilation and groups."""
+"""Convolutions on rows, with any kernel, stride, padding, dilation and groups; the settings of all convolutions.
+
+On the CPU torch convolves one image of few rows by a kernel that is several times slower than oneDNN's, by which it
+convolves two images, however small: few rows of one image are convolved as two images of half the rows.
+"""
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.model.half_precision import ONEDNN
-from unet3d.recomputing.convolution_settings import ConvolutionSettings, convolution, transposed
 from unet3d.recomputing.graph import Value, Weight
-from unet3d.recomputing.halves import Halves, is_slow
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, State, Work, pad_along
+from unet3d.recomputing.rules import Gradients, Rule, Span, State, Work, pad_along, rule
+
+Three = tuple[int, int, int]
 
 
-def _is_plain_convolution(value: Value) -> bool:
+class AxisSettings(NamedTuple):
+    """The arguments of a convolution along one axis."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def reach(self) -> int:
+        """Number of rows from the kernel's first to its last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+
+class ConvolutionSettings(NamedTuple):
+    """The arguments of a convolution, one number for each axis D H W."""
+
+    weight: Weight
+    bias: Weight | None
+    kernel: Three
+    stride: Three
+    padding: Three
+    dilation: Three
+    groups: int
+    output_padding: Three = (0, 0, 0)
+
+    def along(self, axis: int) -> AxisSettings:
+        """Return the arguments along an axis of N C D H W."""
+        place = axis - 2
+        return AxisSettings(
+            kernel=self.kernel[place],
+            stride=self.stride[place],
+            padding=self.padding[place],
+            dilation=self.dilation[place],
+        )
+
+
+def convolution(value: Value) -> ConvolutionSettings:
+    """Return the settings of a conv3d."""
+    return _settings(value, dilation=value.argument(5, 1), groups=value.argument(6, 1))
+
+
+def transposed(value: Value) -> ConvolutionSettings:
+    """Return the settings of a conv_transpose3d."""
+    settings = _settings(value, dilation=value.argument(7, 1), groups=value.argument(6, 1))
+    return settings._replace(output_padding=three(value.argument(5, 0)))
+
+
+def _settings(value: Value, dilation: int | Sequence[int], groups: int) -> ConvolutionSettings:
+    """Return the settings whose arguments have the same places in both operations, with the others."""
+    weight = value.args[1]
+    return ConvolutionSettings(
+        weight=weight,
+        bias=value.argument(2),
+        kernel=three(weight.shape[2:]),
+        stride=three(value.argument(3, 1)),
+        padding=three(value.argument(4, 0)),
+        dilation=three(dilation),
+        groups=groups,
+    )
+
+
+def three(numbers: int | Sequence[int]) -> Three:
+    """Return one number for each axis D H W."""
+    if isinstance(numbers, int):
+        return (numbers, numbers, numbers)
+    if len(numbers) == 1:
+        return (numbers[0], numbers[0], numbers[0])
+    return (numbers[0], numbers[1], numbers[2])
+
+
+FEWEST_CHANNELS = 4  # of the input: of fewer torch's own kernel is not slower
+HALF_PRECISION = 2  # bytes of a number, which oneDNN takes whatever the size
+
+
+class Halves(NamedTuple):
+    """How rows of a convolution's result, and of the input that they are made from, are cut into two images."""
+
+    axis: int
+    rows: int  # of the result
+    stride: int
+    reach: int
+
+    @property
+    def half(self) -> int:
+        """Number of rows of an image's result; of an odd number, the last row of the second is too many."""
+        return (self.rows + 1) // 2
+
+    @property
+    def surplus(self) -> int:
+        """Number of rows that are too many."""
+        return 2 * self.half - self.rows
+
+    def input_images(self, x: Tensor) -> Tensor:
+        """Return the input, with its padding, as two images that share the rows between the halves."""
+        length = (self.half - 1) * self.stride + self.reach
+        first = x.narrow(self.axis, 0, length)
+        start = self.half * self.stride
+        if not self.surplus:
+            return torch.cat([first, x.narrow(self.axis, start, length)])
+        second = x.narrow(self.axis, start, length - self.stride)
+        return torch.cat([first, pad_along(second, self.axis, 0, self.stride)])
+
+    def result_images(self, y: Tensor) -> Tensor:
+        """Return the result, or its gradient, as two images."""
+        if self.surplus:
+            y = pad_along(y, self.axis, 0, self.surplus)
+        return torch.cat(y.split(self.half, self.axis))
+
+    def result(self, images: Tensor) -> Tensor:
+        """Return the result of two images as one."""
+        rows = torch.cat(images.split(1), self.axis)
+        return rows.narrow(self.axis, 0, self.rows)
+
+    def input_gradient(self, images: Tensor) -> Tensor:
+        """Return the gradient of the input from the gradients of the two images."""
+        first, second = images.split(1)
+        start = self.half * self.stride
+        length = first.shape[self.axis] - self.surplus * self.stride
+        total = pad_along(first, self.axis, 0, start + length - first.shape[self.axis])
+        total.narrow(self.axis, start, length).add_(second.narrow(self.axis, 0, length))
+        return total
+
+
+def is_slow(rows: Tensor, more: int, axis: int) -> bool:
+    """Return whether torch has a slow kernel for these rows of an input and `more` rows of padding."""
+    images, channels, *size = rows.shape
+    size[axis - 2] += more
+    is_small = channels * size[0] * size[1] <= ONEDNN
+    return images == 1 and is_small and channels >= FEWEST_CHANNELS and rows.element_size() > HALF_PRECISION
+
+
+def is_plain_convolution(value: Value) -> bool:
     """Return whether input and parameters are a map and weights, and the padding is given in numbers."""
     weight = value.args[1]
     bias = value.argument(2)
@@ -24,11 +161,14 @@ def _is_plain_convolution(value: Value) -> bool:
     return len(value.inputs) == 1 and not isinstance(padding, str)
 
 
+@rule("conv3d")
 class Convolution(Rule):
     """A convolution; its gradients need its input and not its result."""
 
+    is_never_grouped = True
+
     def serves(self, value: Value, axis: int) -> bool:
-        if not super().serves(value, axis) or not _is_plain_convolution(value):
+        if not super().serves(value, axis) or not is_plain_convolution(value):
             return False
         along = convolution(value).along(axis)
         return along.padding < along.reach  # else some rows are made from padding alone
@@ -74,14 +214,14 @@ class Convolution(Rule):
             gradient.contiguous(),
             rows,
             state.weight(settings.weight),
-            _bias_size(value, settings),
+            bias_size(value, settings),
             settings.stride,
             padding,
             settings.dilation,
             False,  # not transposed
             settings.output_padding,
             settings.groups,
-            _wanted(work, settings),
+            wanted_gradients(work, settings),
         )
         state.add_gradient(settings.weight, of_weight)
         state.add_gradient(settings.bias, of_bias)
@@ -97,11 +237,11 @@ class Convolution(Rule):
         weight: Weight = value.args[1]
         return value.shape.numel() * math.prod(weight.shape[1:])
 
-    def fewest_rows(self, value: Value, axis: int) -> int:
-        """Return the rows of a tile for which torch computes by oneDNN on the CPU; fewer go to its slow kernel.
+    def is_costly(self, value: Value) -> bool:
+        return True
 
-        That depends on C x D x H of one image's input.
-        """
+    def fewest_rows(self, value: Value, axis: int) -> int:
+        """Return the rows of a tile for which torch computes by oneDNN: that depends on C x D x H of one image."""
         if value.shape[0] > 1 or axis == 4:
             return 1
         along = convolution(value).along(axis)
@@ -139,7 +279,7 @@ class Convolution(Rule):
         """
         value, tile, state, *_ = work
         axis = state.axis
-        rows = _in_type(rows, state)
+        rows = in_type(rows, state)
         padding = list(convolution(value).padding)
         if tile.span == (0, value.shape[axis]) and halves is None:
             return rows.contiguous(), padding, (0, 0)
@@ -158,137 +298,22 @@ class Convolution(Rule):
         return rows.contiguous(), padding, (0, 0)
 
 
-class TransposedConvolution(Rule):
-    """A transposed convolution; its gradients need its input and not its result."""
-
-    def serves(self, value: Value, axis: int) -> bool:
-        if not super().serves(value, axis) or not _is_plain_convolution(value):
-            return False
-        along = transposed(value).along(axis)
-        length = value.inputs[0].shape[axis]
-        end = (length - 1) * along.stride - along.padding + along.reach
-        # Else there are rows that no kernel reaches.
-        return value.shape[axis] <= end and along.stride <= along.reach
-
-    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
-        along = transposed(value).along(axis)
-        length = value.inputs[0].shape[axis]
-        first, end = span
-        low = math.ceil((first + along.padding + 1 - along.reach) / along.stride)
-        high = (end - 1 + along.padding) // along.stride + 1
-        # One row at least, also for rows that are made from none.
-        low = min(max(low, 0), length - 1)
-        high = max(min(high, length), low + 1)
-        return [(low, high)]
-
-    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        settings = transposed(work.value)
-        weight = work.state.weight(settings.weight)
-        bias = work.state.weight(settings.bias)
-        assert weight is not None
-        padding, output_padding, offset = self._of_tile(work)
-        rows = F.conv_transpose3d(
-            _in_type(inputs[0], work.state).contiguous(),
-            weight,
-            bias,
-            settings.stride,
-            padding,
-            output_padding,
-            settings.groups,
-            settings.dilation,
-        )
-        return rows.narrow(work.state.axis, offset, work.tile.rows)
-
-    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        value, tile, state, *_ = work
-        settings = transposed(value)
-        padding, output_padding, offset = self._of_tile(work)
-        rows = _in_type(known.pop(), state).contiguous()
-        behind = self._length(work, padding) - offset - tile.rows
-        if offset or behind:
-            gradient = pad_along(gradient, state.axis, offset, behind)
-        of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            gradient.contiguous(),
-            rows,
-            state.weight(settings.weight),
-            _bias_size(value, settings),
-            settings.stride,
-            padding,
-            settings.dilation,
-            True,  # transposed
-            output_padding,
-            settings.groups,
-            _wanted(work, settings),
-        )
-        state.add_gradient(settings.weight, of_weight)
-        state.add_gradient(settings.bias, of_bias)
-        return [of_input]
-
-    def operations(self, value: Value) -> int:
-        weight: Weight = value.args[1]
-        return value.inputs[0].shape.numel() * math.prod(weight.shape[1:])
-
-    def is_spread_apart(self, value: Value) -> bool:
-        """Return whether each number of the result is made from one voxel alone."""
-        settings = transposed(value)
-        if settings.dilation != (1, 1, 1):
-            return False
-        return all(k <= s for k, s in zip(settings.kernel, settings.stride, strict=True))
-
-    def _of_tile(self, work: Work) -> tuple[list[int], list[int], int]:
-        """Return padding and output padding of a tile, and how many of its rows come before those asked for."""
-        value, tile, state, *_ = work
-        settings = transposed(value)
-        place = state.axis - 2
-        padding = list(settings.padding)
-        output_padding = list(settings.output_padding)
-        if self._is_whole(work):
-            return padding, output_padding, 0
-        low, high = tile.inputs[0]
-        first, _ = tile.span
-        first_row = low * settings.stride[place] - padding[place]
-        length = (high - low - 1) * settings.stride[place] + settings.along(state.axis).reach
-        before = first - first_row
-        behind = length - before - tile.rows
-        padding[place] = min(before, behind)  # of rows that are not asked for, torch leaves out as many at both ends
-        output_padding[place] = 0
-        return padding, output_padding, before - padding[place]
-
-    def _is_whole(self, work: Work) -> bool:
-        axis = work.state.axis
-        value = work.value
-        has_all_inputs = work.tile.inputs[0] == (0, value.inputs[0].shape[axis])
-        return has_all_inputs and work.tile.span == (0, value.shape[axis])
-
-    def _length(self, work: Work, padding: Sequence[int]) -> int:
-        """Return how many rows the tile's input makes with this padding."""
-        if self._is_whole(work):
-            return work.tile.rows
-        axis = work.state.axis
-        along = transposed(work.value).along(axis)
-        low, high = work.tile.inputs[0]
-        return (high - low - 1) * along.stride + along.reach - 2 * padding[axis - 2]
-
-
-def _in_type(rows: Tensor, state: State) -> Tensor:
+def in_type(rows: Tensor, state: State) -> Tensor:
     """Return rows in the pass's type; those of a group may be in autocast's, as float32 after a layer norm."""
     return rows.to(state.dtype)
 
 
-def _bias_size(value: Value, settings: ConvolutionSettings) -> list[int] | None:
+def bias_size(value: Value, settings: ConvolutionSettings) -> list[int] | None:
+    """Return the size of the bias, as the gradient of a convolution is asked for it; None without one."""
     if settings.bias is None:
         return None
     return [value.shape[1]]
 
 
-def _wanted(work: Work, settings: ConvolutionSettings) -> list[bool]:
+def wanted_gradients(work: Work, settings: ConvolutionSettings) -> list[bool]:
     """Return whether the gradients of input, weight and bias are wanted."""
     return [
         work.wanted[0],
         work.state.wants(settings.weight),
         work.state.wants(settings.bias),
     ]
-
-
-RULES["conv3d"] = Convolution()
-RULES["conv_transpose3d"] = TransposedConvolution()

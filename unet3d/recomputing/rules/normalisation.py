@@ -10,16 +10,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unet3d.recomputing.affine import Affine, constant, is_large
 from unet3d.recomputing.graph import Value, Weight
-from unet3d.recomputing.pointwise import Pointwise, multiplied
-from unet3d.recomputing.rules import RULES, Gradients, Work
+from unet3d.recomputing.rules import Gradients, Work, rule
+from unet3d.recomputing.rules.channels import Affine, constant, is_large, per_channel, settings_of
+from unet3d.recomputing.rules.pointwise import Pointwise, multiplied
 from unet3d.recomputing.state import State
-from unet3d.recomputing.statistics import per_channel, settings_of
 
 
+@rule("instance_norm", "batch_norm", "group_norm")
 class Normalisation(Pointwise):
     """A normalisation by known statistics."""
+
+    takes_statistics = True
+    reads_maps = True
+    is_never_grouped = True
 
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or len(value.inputs) != 1:
@@ -275,8 +279,3 @@ def _as_one(x: Tensor, state: State) -> Tensor:
     if state.on_cpu:
         x = x.contiguous()
     return x.reshape(1, -1, *x.shape[2:])
-
-
-NORMALISATIONS = ("instance_norm", "batch_norm", "group_norm")
-for _name in NORMALISATIONS:
-    RULES[_name] = Normalisation()

@@ -1,14 +1,13 @@
-"""Rules of pointwise operations, of operations along any dimensions but the rows', and of dropout."""
+"""Rules of operations on each voxel or over any dimensions but the rows', of dropout, and of those that join maps."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recomputing.graph import Value, Weight
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Work, dropout_factor
+from unet3d.recomputing.graph import DROPOUTS, Value, Weight
+from unet3d.recomputing.rules import Gradients, Rule, Span, Work, dropout_factor, pad_along, rule
 from unet3d.recomputing.state import State
 
 OF_TWO = ("add", "div", "mul", "pow", "sub")  # operations that match the shapes of two arguments
@@ -18,6 +17,7 @@ POINTWISE = (
 )
 
 
+@rule(*POINTWISE.split())
 class Pointwise(Rule):
     """An operation on each voxel alone; inputs of length 1 along an axis are spread over it."""
 
@@ -40,13 +40,13 @@ def _has_rows(weight: Weight, axis: int) -> bool:
     return weight.shape[place] > 1
 
 
-class Along(Pointwise):
-    """An operation along any dimensions but the rows': softmax over channels, a mean that stays a map."""
+@rule("softmax", "log_softmax")
+class OverDimensions(Pointwise):
+    """An operation over any dimensions but the rows': softmax over channels, a mean that stays a map."""
 
-    def __init__(self, position: int, default: Any = None, keepdim: int | None = None) -> None:
-        self.position = position  # of the argument that names the dimensions
-        self.default = default
-        self.keepdim = keepdim  # position of the argument that must be true
+    position = 1  # of the argument that names the dimensions
+    default: int | None = None
+    keepdim: int | None = None  # position of the argument that must be true
 
     def serves(self, value: Value, axis: int) -> bool:
         dimensions = value.argument(self.position, self.default)
@@ -62,6 +62,14 @@ class Along(Pointwise):
         return all(dimension % 5 != axis for dimension in dimensions)
 
 
+@rule("mean", "sum")
+class MeanOrSum(OverDimensions):
+    """A mean or sum that keeps the dimensions over which it goes."""
+
+    keepdim = 2
+
+
+@rule("relu", "leaky_relu")
 class Rectified(Pointwise):
     """ReLU or leaky ReLU; the result has the sign of the input, so that either may be kept."""
 
@@ -97,6 +105,7 @@ def _slope(value: Value) -> float:
     return float(value.argument(1, 0.01))
 
 
+@rule("prelu")
 class PReLU(Pointwise):
     """ReLU with a slope that is learnt, of all channels or of each."""
 
@@ -125,6 +134,7 @@ class PReLU(Pointwise):
             state.add_gradient(weight, of_slope.sum((0, 2, 3, 4)))
 
 
+@rule("add", "sub")
 class Sum(Pointwise):
     """A sum or difference of two maps, or of a map and a number; its gradient needs no map."""
 
@@ -172,6 +182,7 @@ class Sum(Pointwise):
         return alpha if value.op == "add" else -alpha
 
 
+@rule(*DROPOUTS)
 class Dropout(Pointwise):
     """Dropout by numbers that were drawn when the pass began."""
 
@@ -194,18 +205,100 @@ def multiplied(rows: Tensor, factor: Tensor, may_overwrite: bool) -> Tensor:
     return rows * factor
 
 
-for _name in POINTWISE.split():
-    RULES[_name] = Pointwise()
-RULES |= {
-    "relu": Rectified(),
-    "leaky_relu": Rectified(),
-    "prelu": PReLU(),
-    "add": Sum(),
-    "sub": Sum(),
-    "dropout": Dropout(),
-    "feature_dropout": Dropout(),
-    "softmax": Along(1),
-    "log_softmax": Along(1),
-    "mean": Along(1, keepdim=2),
-    "sum": Along(1, keepdim=2),
-}
+@rule("cat")
+class Cat(Pointwise):
+    """Concatenation along any dimension but the rows'."""
+
+    reads = ""
+    splits_gradient = True
+
+    def serves(self, value: Value, axis: int) -> bool:
+        parts = value.args[0]
+        if not all(isinstance(part, Value) for part in parts):
+            return False
+        if len(set(parts)) < len(parts):
+            return False  # a map that is joined with itself
+        dimension = value.argument(1, 0) % 5
+        return dimension != axis and super().serves(value, axis)
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        dimension = work.value.argument(1, 0) % 5
+        lengths = [source.shape[dimension] for source in work.value.inputs]
+        return list(torch.split(gradient, lengths, dimension))
+
+
+@rule("chunk", "split")
+class Parts(OverDimensions):
+    """Parts of a map along any dimension but the rows'."""
+
+    position = 2
+    default = 0
+    splits_gradient = True
+
+
+@rule("slice", "narrow")
+class Slice(Rule):
+    """A part of a map, with a step of 1."""
+
+    reads = ""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        step = value.argument(4, 1)
+        return step == 1 and super().serves(value, axis)
+
+    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
+        dimension, start = self._start(value)
+        if dimension != axis:
+            return [span]
+        first, end = span
+        return [(first + start, end + start)]
+
+    def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
+        dimension, start = self._start(work.value)
+        if dimension == work.state.axis:
+            return inputs[0]
+        return inputs[0].narrow(dimension, start, work.value.shape[dimension])
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        value = work.value
+        dimension, start = self._start(value)
+        if dimension == work.state.axis:
+            return [gradient]
+        length = value.inputs[0].shape[dimension]
+        behind = length - start - value.shape[dimension]
+        return [pad_along(gradient, dimension, start, behind)]
+
+    def _start(self, value: Value) -> tuple[int, int]:
+        """Return the dimension that is cut, and the place of the first part that stays."""
+        dimension = value.argument(1, 0) % 5
+        start = value.argument(2) or 0
+        length = value.inputs[0].shape[dimension]
+        if start < 0:
+            start += length
+        start = min(max(start, 0), length)
+        return dimension, start
+
+
+@rule("pad")
+class Pad(Pointwise):
+    """Padding along any axes but the rows', in any mode."""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        pads = value.argument(1)
+        # Two numbers for each dimension, from the last on.
+        place = 2 * (4 - axis)
+        pads_of_rows = pads[place : place + 2]
+        if any(pads_of_rows):
+            return False
+        return super().serves(value, axis)
+
+
+@rule("repeat")
+class Repeat(Pointwise):
+    """Repetition of a map along any dimensions but the rows'."""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        repeats = value.argument(1)
+        if len(repeats) != 5 or repeats[axis] != 1:
+            return False
+        return super().serves(value, axis)

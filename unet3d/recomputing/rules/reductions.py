@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet3d.recomputing.blocks import InPrecision
-from unet3d.recomputing.convolution_settings import three
 from unet3d.recomputing.graph import Graph, Value
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work
+from unet3d.recomputing.nodes import InPrecision
+from unet3d.recomputing.rules import Gradients, Rule, Span, Work, rule
+from unet3d.recomputing.rules.convolution import three
 
 BY_ROWS = " by rows"  # the end of the first step's operation
 OVER_ROWS = " over rows"  # the same of the second, where its result has five dimensions, too
@@ -25,6 +25,7 @@ PLACE = {"mean": 1, "sum": 1, "linalg_vector_norm": 2}  # of the argument that n
 VIEWS = ("flatten", "reshape", "view")
 
 
+@rule(f"mean{BY_ROWS}", f"sum{BY_ROWS}")
 class OfEachRow(Rule):
     """The mean or sum of each row; its gradient is that of the result, spread."""
 
@@ -40,12 +41,16 @@ class OfEachRow(Rule):
         return [gradient.expand(size).contiguous()]
 
 
+@rule(f"linalg_vector_norm{BY_ROWS}")
 class NormOfEachRow(Rule):
     """The same of a norm, whose gradient is computed from the rows."""
 
 
+@rule(*(f"{op}{OVER_ROWS}" for op in PLACE))
 class OfAllRows(Rule):
     """The second step: one row, made of all rows of a small map, which has to be whole."""
+
+    reads_maps = True
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         return [(0, value.inputs[0].shape[axis])]
@@ -150,8 +155,3 @@ def _read(values: Sequence[Value], outputs: Sequence[Value]) -> set[Value]:
         if value in read:
             read.update(value.inputs)
     return read
-
-
-RULES |= {f"{op}{BY_ROWS}": OfEachRow() for op in ("mean", "sum")}
-RULES[f"linalg_vector_norm{BY_ROWS}"] = NormOfEachRow()
-RULES |= {f"{op}{OVER_ROWS}": OfAllRows() for op in PLACE}

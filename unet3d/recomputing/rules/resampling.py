@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unet3d.recomputing.convolution_settings import three
 from unet3d.recomputing.graph import Value, leaves
-from unet3d.recomputing.rules import RULES, Gradients, Rule, Span, Work, pad_along
+from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, rule
+from unet3d.recomputing.rules.convolution import three
 
 
+@rule("max_pool3d")
 class Pool(Rule):
     """Max or average pooling whose kernel is its stride."""
 
@@ -37,6 +38,7 @@ class Pool(Rule):
         return [(low, high)]
 
 
+@rule("avg_pool3d")
 class AveragePool(Pool):
     """Average pooling; in float32 where maps are half precision, for which torch has no kernel on the CPU."""
 
@@ -70,6 +72,7 @@ class AveragePool(Pool):
 TRILINEAR = 300  # multiplications and additions of a convolution that take as long as one interpolated number
 
 
+@rule("upsample_nearest3d", "upsample_trilinear3d")
 class Interpolation(Rule):
     """Nearest and trilinear interpolation by whole factors, without aligned corners."""
 
@@ -146,9 +149,3 @@ class Interpolation(Rule):
             count += 1  # of as many rows as there are, torch makes a copy, whatever the factor
         size[axis - 2] = count
         return before, size, [float(factor) for factor in factors]
-
-
-RULES["max_pool3d"] = Pool()
-RULES["avg_pool3d"] = AveragePool()
-RULES["upsample_nearest3d"] = Interpolation()
-RULES["upsample_trilinear3d"] = Interpolation()

@@ -5,14 +5,16 @@ computes them, and sends a gradient of these rows to the inputs' rows. An operat
 under autograd, in a group with those beside it: that costs memory, never correctness.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.recomputing.graph import DROPOUTS, Like, Value, Weight
+from unet3d.recomputing.graph import DROPOUTS, Value, Weight, filled
 from unet3d.recomputing.state import State
 
 TRACKING = ("batch_norm", "instance_norm")  # their fourth and fifth arguments are running statistics, or None
@@ -44,9 +46,13 @@ class Work(NamedTuple):
 
 
 class Rule:
-    """How an operation runs on rows. `reads` says what its gradient is computed from: "inputs", "result" or ""."""
+    """How an operation runs on rows."""
 
-    reads = "inputs"
+    reads = "inputs"  # what its gradient is computed from: "inputs", "result" or "", nothing
+    takes_statistics = False  # of its input, which is a map: a normalisation
+    reads_maps = False  # its inputs have to be whole
+    is_never_grouped = False  # with operations that have no rule
+    splits_gradient = False  # the gradients of its inputs are parts of that of its result
 
     def serves(self, value: Value, axis: int) -> bool:
         """Return whether the rule is right for these arguments."""
@@ -74,6 +80,14 @@ class Rule:
     def operations(self, value: Value) -> int:
         """Return the multiplications and additions of the whole map; 0 where they take no longer than its memory."""
         return 0
+
+    def is_costly(self, value: Value) -> bool:
+        """Return whether computing rows again at each use would be much work: the result is then a map."""
+        return False
+
+    def fewest_rows(self, value: Value, axis: int) -> int | None:
+        """Return the rows of a tile on the CPU of which fewer take a slow kernel; None where all are alike."""
+        return None
 
 
 def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool = False) -> Tensor:
@@ -108,17 +122,6 @@ def _keep_running_statistics(value: Value, tensors: dict[Value | Weight, Tensor 
                 running = running.clone()
             tensors[weight] = running
     state.updated.add(value)
-
-
-def filled(tree: Any, tensors: Mapping[Value | Weight, Tensor | None]) -> Any:
-    """Return arguments with tensors in the place of values and weights."""
-    if isinstance(tree, Value | Weight):
-        return tensors[tree]
-    if isinstance(tree, Like):
-        return tree.tensor()
-    if isinstance(tree, tuple):
-        return [filled(leaf, tensors) for leaf in tree]
-    return tree
 
 
 def gradients_by_autograd(
@@ -201,4 +204,18 @@ def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
     return F.pad(x, pads)
 
 
-RULES: dict[str, Rule] = {}  # by operation; the modules of rules fill it
+RULES: dict[str, Rule] = {}  # by operation; each module of this folder adds its own
+
+
+def rule(*operations: str) -> Callable[[type[Rule]], type[Rule]]:
+    """Return a decorator that registers an object of a class of rules for operations, by their names (`value.op`)."""
+
+    def register(kind: type[Rule]) -> type[Rule]:
+        RULES.update({operation: kind() for operation in operations})
+        return kind
+
+    return register
+
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
