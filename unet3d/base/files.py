@@ -257,19 +257,18 @@ def read_lines(path: Path, most: int = LARGEST_TEXT) -> Iterator[bytes]:
 def _opened(path: Path, most: int) -> IO[bytes]:
     """Open a regular file of at most `most` bytes; an empty one where it is missing. Raises UserError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        file = open_regular(path)
     except FileNotFoundError:
         return io.BytesIO()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise UserError(f"{path}: is not a file; remove it")
-    if status.st_size > most:
-        os.close(descriptor)
-        raise UserError(f"{path}: has {status.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
-    return open(descriptor, "rb")
+    except ValueError as error:
+        raise UserError(f"{path}: is not a file; remove it") from error
+    size = os.fstat(file.fileno()).st_size
+    if size > most:
+        file.close()
+        raise UserError(f"{path}: has {size:,} bytes; at most {most:,} are read; shorten or remove it")
+    return file
 
 
 def read_yaml(path: Path) -> Any:
