@@ -18,7 +18,6 @@ from unet3d.data.grids import Grid
 from unet3d.data.intensity import foreground_sample
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import subsample_indices
-from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
 from unet3d.data.volume import LabelValues, Volume, read_volume
 
@@ -92,7 +91,7 @@ def read_fingerprint(data: Data) -> Fingerprint:
     dataset = read_dataset(data)
     train, val = split(dataset, data)
     cases = list(dict.fromkeys([*train, *val]))
-    headers = sound_headers(dataset, cases, data, ImageFiles())
+    headers = sound_headers(dataset, cases, data)
     grids = [headers[case.id].stored for case in cases]
     stored = [grid for grid in grids if grid is not None]
     assert len(stored) == len(cases), "sound_headers raises for a case without a grid"
