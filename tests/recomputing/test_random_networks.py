@@ -18,7 +18,7 @@ from unet3d.model.geometry import valid_length
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import module, prepare, search
 from unet3d.recomputing.module import Recomputed, schedules_of
-from unet3d.recomputing.prepare import PLANS
+from unet3d.recomputing.plans import PLANS
 
 GRAPHS = 20
 CONFIGS = 100  # of our network
@@ -81,7 +81,7 @@ def drawn_config(draw: random.Random) -> Config:
             check_model(config.model)
             if config.model.padding == "valid":
                 config.data.patch = [_next_valid(config, axis) for axis in range(3)]
-            check_patch(config)
+            check_patch(config.model, config.data, config.inference.mirror, config.batch)
         except UserError:
             continue
         if math.prod(config.data.patch) <= MOST_VOXELS:

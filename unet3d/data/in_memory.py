@@ -14,7 +14,7 @@ from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
 from unet3d.data.forms import LARGEST, SMALLEST, affine_if_sound
 from unet3d.data.nifti import open_image, quiet_nibabel, stem
-from unet3d.data.nifti_write import labels_like, scores_like
+from unet3d.data.restore import labels_like, scores_like
 
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of images or paths, one a channel
 PATH_TYPES = (str, PathLike)
@@ -29,13 +29,7 @@ def temporary_case(
 
     Raises UserError, in its own words.
     """
-    known = (
-        np.ndarray,
-        nib.spatialimages.SpatialImage,
-        *PATH_TYPES,
-        list,
-        tuple,
-    )
+    known = (np.ndarray, nib.spatialimages.SpatialImage, *PATH_TYPES, list, tuple)
     if not isinstance(image, known):
         what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
         raise UserError(f"segment: {what}")

@@ -13,14 +13,13 @@ from unet3d.base.progress import track
 from unet3d.base.types import Table, percent
 from unet3d.config.schema import Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
+from unet3d.data.check import sound_headers
 from unet3d.data.grids import Grid
-from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import foreground_sample
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import subsample_indices
 from unet3d.data.splits import split
-from unet3d.data.validate import sound_headers
-from unet3d.data.volume import Volume, read_volume
+from unet3d.data.volume import LabelValues, Volume, read_volume
 
 CASES_SAMPLED = 20  # training cases whose voxels are read
 VOXELS_SAMPLED = 5 * 10**8  # that are read at most, but for those of the first cases
@@ -92,7 +91,7 @@ def read_fingerprint(data: Data) -> Fingerprint:
     dataset = read_dataset(data)
     train, val = split(dataset, data)
     cases = list(dict.fromkeys([*train, *val]))
-    headers = sound_headers(dataset, cases, data, ImageFiles())
+    headers = sound_headers(dataset, cases, data)
     grids = [headers[case.id].stored for case in cases]
     stored = [grid for grid in grids if grid is not None]
     assert len(stored) == len(cases), "sound_headers raises for a case without a grid"
@@ -132,15 +131,9 @@ def _chosen(train: Sequence[Case], grid_of: dict[str, Grid]) -> list[Case]:
 def _samples(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> list[CaseSample]:
     """Return a sample of each case. Raises UserError for one that cannot be read."""
     samples = []
+    values = LabelValues(len(dataset.classes), dataset.ignore, dataset.relabel)
     for case in track(cases, "sampling intensities and labels", len(cases)):
-        volume = read_volume(
-            case,
-            len(dataset.classes),
-            dataset.ignore,
-            None,
-            ValidationRules.of(data),
-            dataset.relabel,
-        )
+        volume = read_volume(case, values, None, ValidationRules.of(data))
         samples.append(_sample(volume, len(dataset.classes), dataset.ignore))
     return samples
 

@@ -12,11 +12,11 @@ from unet3d.config import compose, rules
 from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset
+from unet3d.data.check import mostly_padding, read_grids
 from unet3d.data.grids import Grid
-from unet3d.data.padding import mostly_padding, read_grids
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.splits import split
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 from unet3d.memory.tables import SavedSchedule
 from unet3d.report import report, summary
 from unet3d.report.summary import plan_entry
@@ -34,7 +34,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
     for line in rules.warnings(config):
         warn(line)
     ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
-    with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):
+    with switched(config.cuda, config.deterministic), ranks.joined(build.device_type(config), config.rank_timeout):
         build.import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
         data = None if config.dry_run else prepare_data(config.data)
         if data is None:
@@ -56,9 +56,9 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         _train(config, folder, data, model_config, predicted, stop, start)
 
 
-def _preflight(config: Config, model_config: Model, before: SavedSchedule | None) -> preflight.Preflight:
+def _preflight(config: Config, model_config: Model, before: SavedSchedule | None) -> prediction.Preflight:
     """Return the prediction of the run, with what its plan promised, which a resumed run has in memory.json."""
-    predicted = preflight.preflight(config, model_config, before)
+    predicted = prediction.preflight(config, model_config, before)
     if config.plan is None or config.resume is not None:
         return predicted
     plan = read_plan(config.plan)
@@ -72,7 +72,7 @@ def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
     grids: Sequence[Grid] = ()
     if config.resume is None and not ranks.RANK:
         grids = _listed_grids(config) if data is None else data.train_grids
-    advice = mostly_padding(config, grids)
+    advice = mostly_padding(config.model, config.data.patch, grids)
     if advice:
         warn(advice)
 
@@ -91,7 +91,7 @@ def _train(
     folder: Path,
     data: PreparedData,
     model_config: Model,
-    predicted: preflight.Preflight,
+    predicted: prediction.Preflight,
     stop: Stop,
     start: PretrainedWeights | None,
 ) -> None:

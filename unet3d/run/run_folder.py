@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from unet3d.base.errors import escaped
 from unet3d.base.files import read_lines, read_text, write_json, write_text
-from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.tables import NAMES, SavedSchedule, folded
 from unet3d.run.environment import environment
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 Values = Mapping[str, Any]  # a record of metrics.jsonl, or an entry of memory.json
 LARGEST_NUMBER = 2**53  # more bytes are not exact in a picture
 MOST_ITEMS = 500  # of a list or a text in memory.json
-NAME = "memory.json"
 MAX_MEMORY_BYTES = 2**23  # of the file
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 DEEPEST = 10  # levels of nested JSON
@@ -67,17 +65,20 @@ OTHERS = {
 }
 
 
-def start_folder(folder: Path, config: Config, device: "torch.device", start: Values | None = None) -> None:
-    """Make the subfolders and write what is known before the first step; init.json says what `start` loaded."""
+def start_folder(folder: Path, options: str, device: "torch.device", is_resumed: bool, start: Values | None) -> None:
+    """Make the subfolders and write what is known before the first step; init.json says what `start` loaded.
+
+    `options` are the content of config.yaml.
+    """
     for part in ("checkpoints", "figures", "predictions"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    if config.resume is None:
+    if not is_resumed:
         for name in ("metrics.jsonl", "init.json"):
             (folder / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
     if start is not None:
         write_json(folder / "init.json", start)
     (folder / "report.html").unlink(missing_ok=True)  # of an earlier end; the next one writes it again
-    write_text(folder / "config.yaml", compose.to_yaml(config))
+    write_text(folder / "config.yaml", options)
     write_json(folder / "env.json", environment(device))
     write_text(folder / "STATUS", "running\n")
 
@@ -142,7 +143,7 @@ class MemoryFile:
 
     def __init__(self, folder: Path, is_resumed: bool = False) -> None:
         """Read what is there. A resumed run keeps the first step that an earlier process measured."""
-        self._path = folder / NAME
+        self._path = folder / "memory.json"
         self._values = read_memory(folder)
         self._before: Mapping[str, Any] = self._values if is_resumed else {}
 
@@ -192,7 +193,7 @@ def saved_schedule(folder: Path) -> SavedSchedule | None:
 
 def read_memory(folder: Path) -> dict[str, Any]:
     """Return memory.json without its damaged entries; {} without a file. Raises UserError for one that is too large."""
-    return without_damaged(json_object(read_text(folder / NAME, MAX_MEMORY_BYTES)))
+    return without_damaged(json_object(read_text(folder / "memory.json", MAX_MEMORY_BYTES)))
 
 
 def peaks(memory: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,331 @@
+"""A ledger in numbers and words: who holds the bytes, by phase, level of the U and layer, and each event."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import log, prod
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from unet3d.memory.ledger import CATEGORIES, WHOLE, Ledger, Storage
+from unet3d.model.unet import UNet3D
+from unet3d.recomputing.workspaces import CONVOLUTION
+from unet3d.training.step import PHASES
+
+LevelSizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
+Row = dict[str, int]  # "bytes", and bytes by category
+
+
+def layer_names(model: nn.Module, depth: int | None = None) -> Callable[[str], str]:
+    """Return a function from a module's path to its name in tables: the path, or its first `depth` parts.
+
+    Without `depth`, names of the package's own network are short: `up1.block.conv2.norm` is `up1.conv2`.
+    """
+    if depth is not None:
+        return partial(cut_name, depth)
+    return short_name if isinstance(model, UNet3D) else str
+
+
+def cut_name(depth: int, path: str) -> str:
+    """Return the first `depth` parts of a module's path."""
+    return ".".join(path.split(".")[:depth])
+
+
+def short_name(path: str) -> str:
+    """Return `up1.conv2` for `up1.block.conv2.norm`."""
+    parts = [part for part in path.split(".") if part != "block"]
+    return ".".join(parts[:2])
+
+
+def stage_of(path: str) -> str:
+    """Return the first part of a module's path."""
+    return path.partition(".")[0]
+
+
+class Levels:
+    """The levels of a U-Net with stages inc, down1 ..., up1 ..., outc; 0 is full resolution, None elsewhere."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._depth = self._depth_of(ledger)
+        self._weight_shapes = set()
+        for storage in ledger.storages:
+            if storage.role == "params":
+                self._weight_shapes.add(storage.shape)
+        self._encoder = self._map_sizes(ledger, r"inc|down\d+")
+        self._decoder: LevelSizes = {}
+        if self._depth in self._encoder:  # the bottom is where the decoder begins
+            self._decoder[self._depth] = self._encoder[self._depth]
+        self._decoder |= self._map_sizes(ledger, r"up\d+")
+
+    def of_module(self, path: str) -> int | None:
+        """Return the level that a module or phase works on."""
+        if self._depth is None:
+            return None
+        stage = stage_of(path)
+        match = re.fullmatch(r"(down|up)(\d+)", stage)
+        if match is None:
+            return 0 if stage in ("inc", "outc", "data", "loss") else None
+        number = int(match[2])
+        return number if match[1] == "down" else self._depth - number
+
+    def of_storage(self, storage: Storage) -> int | None:
+        """Return the level of a map's resolution, whatever module made it; else its module's level.
+
+        In backward, pooling makes maps of the finer level. Valid convolutions make the decoder's maps smaller than the
+        encoder's of the same level; a decoder stage sees those only as the skip that it crops.
+        """
+        module = storage.scope.module
+        module_level = self.of_module(module)
+        sizes = self._encoder if module.startswith(("inc", "down")) else self._decoder
+        if not sizes or not self._is_map(storage):
+            return module_level
+        voxels = prod(storage.shape[-3:])
+        if module_level in sizes:
+            own_sizes = sizes[module_level]
+            if min(own_sizes) <= voxels <= max(own_sizes):
+                return module_level
+        known: list[tuple[int | None, int]] = []
+        for level, level_sizes in sizes.items():
+            known.append((level, min(level_sizes)))
+            known.append((level, max(level_sizes)))
+        for size in self._encoder.get(module_level, ()):
+            known.append((module_level, size))
+        nearest, _ = min(known, key=lambda entry: abs(log(voxels / entry[1])))
+        return nearest
+
+    def _depth_of(self, ledger: Ledger) -> int | None:
+        """Return the deepest level; None for another network."""
+        stages = {stage_of(storage.scope.module) for storage in ledger.storages}
+        if "inc" not in stages:
+            return None
+        depths = [int(stage.removeprefix("down")) for stage in stages if re.fullmatch(r"down\d+", stage)]
+        return max(depths, default=0)
+
+    def _is_map(self, storage: Storage) -> bool:
+        is_volume = len(storage.shape) in (4, 5) and storage.shape not in self._weight_shapes
+        return storage.role is None and is_volume
+
+    def _map_sizes(self, ledger: Ledger, stages: str) -> LevelSizes:
+        """Return the sizes of one side of the U, from the smallest map of a block up.
+
+        A 1x1x1 convolution may precede an upsampling.
+        """
+        all_sizes: LevelSizes = defaultdict(set)
+        block_sizes: LevelSizes = defaultdict(set)
+        for storage in ledger.storages:
+            stage, _, name = short_name(storage.scope.module).partition(".")
+            if storage.operation != str(CONVOLUTION) or storage.scope.is_in_tiles:
+                continue  # a tile is a few rows of a map
+            if not re.fullmatch(stages, stage):
+                continue
+            level = self.of_module(stage)
+            voxels = prod(storage.shape[2:])
+            all_sizes[level].add(voxels)
+            if name.startswith("conv"):
+                block_sizes[level].add(voxels)
+        sizes: LevelSizes = {}
+        for level, voxels_of_maps in all_sizes.items():
+            smallest = min(block_sizes[level], default=0)
+            sizes[level] = {voxels for voxels in voxels_of_maps if voxels >= smallest}
+        return sizes
+
+
+def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
+    """Return one row per level, shallowest first, then `other` for bytes of no level: its bytes, also by category."""
+    rows = _grouped(ledger, moment, Levels(ledger).of_storage)
+    order = sorted(rows, key=lambda level: (level is None, level))
+    named = []
+    for level in order:
+        name = "other" if level is None else level
+        named.append({"level": name, **rows[level]})
+    return named
+
+
+def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
+    """Return one row per layer, in the order of work: its level, the bytes that it made, also by category."""
+    levels = Levels(ledger)
+
+    def layer_of(storage: Storage) -> str:
+        return ledger.layer(storage.scope.module)
+
+    rows = _grouped(ledger, moment, layer_of)
+    in_order = sorted(ledger.storages, key=lambda storage: storage.role is not None)  # claimed ones are in no order
+    layers = dict.fromkeys(map(layer_of, in_order))
+    named = []
+    for layer in layers:
+        if layer in rows:
+            named.append({"module": layer, "level": levels.of_module(layer), **rows[layer]})
+    return named
+
+
+def _grouped(ledger: Ledger, moment: int, key: Callable[[Storage], Any]) -> dict[Any, Row]:
+    rows: dict[Any, Row] = {}
+    empty = dict.fromkeys(("bytes", *CATEGORIES), 0)
+    for storage in ledger.alive_at(moment):
+        row = rows.setdefault(key(storage), dict(empty))
+        category = ledger.category(storage)
+        row["bytes"] += storage.bytes
+        row[category] += storage.bytes
+    return rows
+
+
+PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step, where known, and in later ones, "steady"
+
+
+def summarise_ledger(ledger: Ledger) -> dict[str, Any]:
+    """Return a step's entries in memory.json beside its peaks, in bytes; `state` is what parameters cost."""
+    peak_moment = ledger.peak_moment()
+    phase_categories = {}
+    for phase, moment in _steady_moments(ledger).items():
+        phase_categories[phase] = ledger.categories_at(moment)
+    return {
+        "moment": describe(ledger, peak_moment),
+        "categories": ledger.categories_at(peak_moment),
+        "phase_categories": phase_categories,
+        "phase_ends": phase_ends(ledger),
+        "levels": by_level(ledger, peak_moment),
+        "layers": by_layer(ledger, peak_moment),
+        "state": state_bytes(ledger),
+    }
+
+
+def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
+    """Return the allocation that led to a moment: its phase, module and operation, and in words."""
+    index, _ = ledger.events[moment - 1]
+    storage = ledger.storages[index]
+    phase = next(name for start, name in reversed(ledger.marks) if start < moment)
+    module = ledger.layer(storage.scope.module)
+    is_recomputed = storage.scope.is_recomputed
+    work = "recomputation" if is_recomputed else phase
+    owner = {"loss": "the loss", WHOLE: f"the network's {WHOLE}"}.get(module, module)
+    is_outside = module in (phase, f"({phase})", "before", "end")
+    return {
+        "phase": phase,
+        "module": module,
+        "operation": operation_name(storage.operation),
+        "is_recomputed": is_recomputed,
+        "words": work if is_outside else f"{work} of {owner}",
+    }
+
+
+def operation_name(operation: str) -> str:
+    """Return `convolution_backward` for `aten.convolution_backward.default`."""
+    return operation.removeprefix("aten.").partition(".")[0]
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def last_step(ledger: Ledger) -> list[tuple[str, int, int]]:
+    """Return the `phase_spans` of the last complete step; empty without one."""
+    spans = ledger.phase_spans()
+    ends = [index for index, (name, _, _) in enumerate(spans) if name == "end"]
+    if not ends:
+        return []
+    begin = ends[-2] + 1 if len(ends) > 1 else 0
+    return [span for span in spans[begin : ends[-1]] if span[0] in PHASES]
+
+
+def _steady_moments(ledger: Ledger) -> dict[str, int]:
+    """Return, for each phase, the moment in the last step when most bytes were alive."""
+    alive = ledger.alive_bytes()
+    moments = defaultdict[str, list[int]](list)
+    for name, start, end in last_step(ledger):
+        moments[name] += range(start, end + 1)
+    return {name: max(phase_moments, key=alive.__getitem__) for name, phase_moments in moments.items()}
+
+
+def by_phase(values: Iterable[tuple[str, int]], combine: Callable[[int, int], int] = max) -> PhaseBytes:
+    """Return a value per phase, from (phase, value) in order of time.
+
+    `combine` merges the values of several micro-batches.
+    """
+    steps: list[dict[str, int]] = [{}]
+    for name, value in values:
+        if name == "end":
+            steps.append({})
+        elif name in PHASES:
+            steps[-1][name] = combine(steps[-1].get(name, 0), value)
+    whole_steps = [step for step in steps if len(step) == len(PHASES)]
+    return first_and_steady(whole_steps)
+
+
+def first_and_steady(steps: list[dict[str, int]]) -> PhaseBytes:
+    """Return the first step's values, and the highest of the later steps (of the first without another)."""
+    if not steps:
+        return {}
+    first = steps[0]
+    later = steps[1:] or steps
+    phases = {}
+    for phase in PHASES:
+        phases[phase] = {"first": first[phase], "steady": max(step[phase] for step in later)}
+    return phases
+
+
+def phase_ends(ledger: Ledger) -> PhaseBytes:
+    """Return the bytes alive as each phase ends, of the last micro-batch: what statements between phases would see."""
+    alive = ledger.alive_bytes()
+    values = ((name, alive[end]) for name, _, end in ledger.phase_spans())
+    return by_phase(values, lambda earlier, last: last)
+
+
+def state_bytes(ledger: Ledger) -> dict[str, int]:
+    """Return the bytes of weights (with buffers) and gradients as the last update begins, of optimizer state after."""
+    moments = {name: start for start, name in ledger.marks}  # the last of each name
+    before = ledger.categories_at(moments.get("step", 0))
+    after = ledger.categories_at(moments.get("end", 0))
+    return {
+        "params": before["params"],
+        "grads": before["grads"],
+        "optimizer": after["optimizer"],
+    }
+
+
+class Group(NamedTuple):
+    """Storages of one shape, type and category."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+    category: str
+    bytes: int  # of all of them
+
+
+def held(ledger: Ledger, moment: int) -> list[Group]:
+    """Return the storages alive at a moment in groups, the largest first."""
+    counts: Counter[tuple] = Counter()
+    for storage in ledger.alive_at(moment):
+        alike = (storage.shape, dtype_name(storage.dtype), ledger.category(storage), storage.bytes)
+        counts[alike] += 1
+    groups = []
+    for (shape, dtype, category, size), number in counts.items():
+        groups.append(Group(number, shape, dtype, category, number * size))
+    return sorted(groups, key=lambda group: -group.bytes)
+
+
+class TimelineRow(NamedTuple):
+    """One event of a ledger. `module` and `category` belong to its storage."""
+
+    phase: str
+    module: str
+    category: str
+    change_bytes: int  # > 0: allocated
+
+
+def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
+    """Return the bytes alive by category as the last step begins, and every event from there to its end."""
+    spans = last_step(ledger)
+    rows = []
+    for phase, start, end in spans:
+        for index, change in ledger.events[start:end]:
+            if not change:  # of a storage that does not count
+                continue
+            storage = ledger.storages[index]
+            layer = ledger.layer(storage.scope.module)
+            rows.append(TimelineRow(phase, layer, ledger.category(storage), change))
+    begin = spans[0][1] if spans else 0
+    return ledger.categories_at(begin), rows
