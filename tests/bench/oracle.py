@@ -118,7 +118,7 @@ def losses(place: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{name}, step {record['step']}", kept
 
 
-def _networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
+def networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
     """Return 12 networks and the images (N C D H W) that they get."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet, ResidualEncoderUNet
     from monai.networks import nets
@@ -159,7 +159,7 @@ def _networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
 
 def recomputed(_: Path) -> Iterator[tuple[str, Any]]:
     """Yield predicted bytes of a step, and hashes of logits and gradients, with `unet3d.recompute`."""
-    for name, (make, size) in _networks().items():
+    for name, (make, size) in networks().items():
         for plan in ("lean", "tiles"):
             torch.manual_seed(0)
             network = unet3d.recompute(make().train(), plan=plan)
@@ -338,16 +338,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as place:
             result[name] = dict(SECTIONS[name](Path(place)))
     arguments.file.write_text(json.dumps(result, indent=1))
-    lines = []
+    kept = json.loads(GOLDEN.read_text())
+    lines: list[str] = []
     if arguments.compare:
         before = json.loads(arguments.compare.read_text())
         lines += differences({name: before.get(name, {}) for name in result}, result)
     if arguments.golden:
-        kept = json.loads(GOLDEN.read_text())
         found = golden(result)
         lines += differences({name: kept[name] for name in found}, found)
     if arguments.write:
-        GOLDEN.write_text(_lines(golden(result)))
+        GOLDEN.write_text(_lines(kept | golden(result)))
     print("\n".join(lines))
     return 1 if lines else 0
 
