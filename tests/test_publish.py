@@ -544,7 +544,7 @@ def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
     for file in files:
         file.parent.mkdir(exist_ok=True)
         nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), file)
-    monkeypatch.setattr(predict, "accepted_contradictions", lambda case: [f"{case.id}: lies elsewhere"])
+    monkeypatch.setattr(predicted_files, "accepted_contradictions", lambda case: [f"{case.id}: lies elsewhere"])
     assert face("predict", finished / "checkpoints" / "last.pt", files[0], "-o", tmp_path / "out", *files[1:]) == 2
     first, *_, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: a: 2 ") and "one/a.nii.gz" in first and "two/a.nii.gz" in first
