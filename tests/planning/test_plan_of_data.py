@@ -29,9 +29,8 @@ from unet3d.model import geometry
 from unet3d.planning import timing
 from unet3d.planning.draft import Draft
 from unet3d.planning.fingerprint import read_fingerprint
-from unet3d.planning.from_fingerprint import choose_intensity, choose_spacing
-from unet3d.planning.plan import as_yaml, like_nnunet, make_plan
-from unet3d.planning.sized_patches import sized_patches
+from unet3d.planning.patches import sized_patches
+from unet3d.planning.plan import choose_intensity, choose_spacing, like_nnunet, make_plan
 from unet3d.planning.timing import measured_step  # as it is without `quick`
 from unet3d.report import receipt
 from unet3d.run.memory_file import read_memory
@@ -106,7 +105,7 @@ def test_whole_volumes_come_at_once_where_a_schedule_fits_them_and_more_fill_the
 def taken(draft: Draft, folder: Path) -> Config:
     """The config of a run by a plan's file. Raises UserError where train refuses what plan has written."""
     plan = folder / "plan.yaml"
-    plan.write_text(as_yaml(draft, "python -m unet3d plan"))
+    plan.write_text(draft.as_yaml("python -m unet3d plan"))
     return compose.compose([f"plan={plan}"])
 
 
@@ -303,7 +302,7 @@ def test_a_plan_is_trained_and_its_receipt_is_exact(tmp_path: Path) -> None:
     given = {"data.format", "data.root", "device", "model.features"}
     draft = make_plan(config, given, read_fingerprint(config.data), 64 * MIB)
     plan = tmp_path / "plan.yaml"
-    plan.write_text(as_yaml(draft, "python -m unet3d plan"))
+    plan.write_text(draft.as_yaml("python -m unet3d plan"))
     folder = tmp_path / "run"
     run = train(
         tmp_path, f"plan={plan}", "steps=3", "eval_every=0", "workers=0", f"hydra.run.dir={folder}", frills=True

@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         config, given = plan.like_nnunet(config, given, read)
     draft = plan.make_plan(config, given, read, budget, seconds)
     print(f"Plan for {mib(budget)} MiB on {draft.device}")
-    for line in plan.decision_lines(draft):
-        print(f"  {escaped(line)}")
+    for decision in draft.decisions:
+        print(f"  {escaped(str(decision))}")
     command = shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])
-    write_text(out, plan.as_yaml(draft, command))
+    write_text(out, draft.as_yaml(command))
     for line in draft.warnings:
         lifecycle.print_error(f"warning: {line}")
     train = shlex.join(["python", "train.py", lifecycle.path_option("plan", out), *_read_alone(overrides)])
