@@ -56,15 +56,14 @@ def rows() -> dict[tuple[str, str], list[str]]:
     found: dict[tuple[str, str], list[str]] = {}
     given = sorted(marks(), key=lambda mark: not mark.is_whole)
     for mark in given:
-        begun = [whole for whole in given if whole.is_whole and whole.section == mark.section and _begins(mark, whole)]
-        if len({whole.row for whole in begun}) != 1:
-            raise ValueError(f"{mark.test}: {mark.section}, {mark.cells[0]!r} begins {len(begun)} rows")
-        found.setdefault((mark.section, begun[0].row), []).append(mark.test)
+        words = mark.cells[0].removesuffix(MORE)
+        wholes = [whole for whole in given if whole.is_whole and whole.section == mark.section]
+        begun = {whole.row for whole in wholes if whole.cells[0].startswith(words)}
+        exact = {whole.row for whole in wholes if whole.cells[0] == words}
+        if len(exact or begun) != 1:
+            raise ValueError(f"{mark.test}: {len(exact or begun)} rows of {mark.section} begin with {words!r}")
+        found.setdefault((mark.section, (exact or begun).pop()), []).append(mark.test)
     return found
-
-
-def _begins(mark: Mark, whole: Mark) -> bool:
-    return mark == whole or (not mark.is_whole and whole.cells[0].startswith(mark.cells[0].removesuffix(MORE)))
 
 
 def rewritten(text: str, promised: dict[tuple[str, str], list[str]]) -> str:

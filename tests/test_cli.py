@@ -84,6 +84,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
 }
 
 
+@promise("What scripts rely on", "exit code 130 ...")
 @promise(
     "Resume",
     "Ctrl-C in any other command, as `predict`, `memory` or `report`, also while libraries load; in `train` before "
@@ -164,6 +165,7 @@ def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+@promise("What scripts rely on", "exit code 2", "what a user can correct, in one line")
 @promise(
     "Config",
     "a wrong key, group, value or type, a value out of range",
@@ -260,6 +262,7 @@ def test_a_run_leaves_the_folder_of_the_design(finished: Path) -> None:
     assert [r["step"] for r in records if "val/dice_mean" in r] == [2, 4]
 
 
+@promise("What scripts rely on", "split.json", "`data.split=` reads it")
 def test_the_split_of_a_run_is_that_of_another(finished: Path) -> None:
     (root,) = (finished.parent / "data" / "phantom").iterdir()
     data = compose.compose([*TINY, "data=decathlon", f"data.root={root}"]).data
@@ -358,6 +361,7 @@ def test_the_wandb_run_has_a_name_a_short_summary_the_cases_and_a_picture_a_vali
     assert table["data"][0][1] == float(rows[0][table["columns"][1]])
 
 
+@promise("What scripts rely on", "exit code 5", "out of memory")
 @promise(
     "Training",
     "memory runs out in a step, in a validation, or elsewhere, whichever library says so",
@@ -480,6 +484,7 @@ def test_predict_replaces_a_file_only_when_asked(
     assert {path.name for path in made.parent.iterdir()} == {"a.nii.gz", "predictions.jsonl"}
 
 
+@promise("What scripts rely on", "exit code 3", "no usable checkpoint")
 def test_a_foreign_checkpoint_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {}}, tmp_path / "x.pt")
     assert face("predict", tmp_path / "x.pt", ".", "-o", tmp_path) == 3

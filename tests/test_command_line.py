@@ -36,11 +36,16 @@ def killed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@promise(
+    "What scripts rely on",
+    "names of commands",
+    "`train`, `options`, `memory`, `plan`, `predict`, `publish`, `score`, `check-data`, `report`, `compare`, `folds`",
+)
 def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture) -> None:
     assert face() == 0
     shown = capsys.readouterr().out
-    names = ("train", "options", "memory", "predict", "publish", "score", "check-data", "report", "compare")
-    assert {*names} <= {*shown.split()}
+    names = ("train", "options", "memory", "plan", "predict", "publish", "score", "check-data", "report", "compare")
+    assert {*names, "folds"} <= {*shown.split()}
 
 
 def rows(markdown: str) -> list[str]:
@@ -63,6 +68,7 @@ def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
         assert all(part in heads[name] for part in parts), heads[name]
 
 
+@promise("What scripts rely on", "names of options", "docs/options.md has each, with its default and what it means")
 def test_the_page_of_options_is_that_of_the_schema(capsys: pytest.CaptureFixture) -> None:
     """A row an option; `tests/bench/docs_outputs.py` compares the page with what is printed."""
     assert face("options") == 0
@@ -167,6 +173,7 @@ def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None,
     assert "\n" not in str(caught.value)
 
 
+@promise("What scripts rely on", "config.yaml", "a run is rebuilt from it alone")
 @promise("checkpoints and run folders", "a run is rebuilt ...")
 @pytest.mark.parametrize("content", [None, "", "a: [", "a: 1", "- experiment=../../evil"])
 def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from promises import promise
 from test_docs import TEXTS
 from training import PLAIN, TINY, face, train
 
@@ -32,7 +33,7 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "-m unet3d folds": "test_cross_validation.py",
     "field_networks:": "by hand: its prediction takes a while",
     "experiment=cicek2016": "test_docs.py composes it, docs/experiments.md has its results",
-    "tests/bench/": "by hand",
+    "benchmarks/": "by hand",
     "tensorboard --logdir": "test_loggers.py reads what is written",
 }
 PAGES = [page for page, text in TEXTS.items() if re.search(r"^    .*(train\.py|-m unet3d)", text, re.MULTILINE)]
@@ -102,6 +103,11 @@ def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
+@promise(
+    "What scripts rely on",
+    "commands of README.md and docs/: `python train.py`, `python -m unet3d`",
+    "each runs, or is composed and parsed where it would take long",
+)
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page != "data/README.md")) for page in PAGES]
 )
@@ -121,6 +127,7 @@ def test_the_commands_of_a_page_run(page: str, place: Path) -> None:
         assert done.code == 0, (line, done.err)
 
 
+@promise("What scripts rely on", "commands of README.md and ...")
 def test_each_command_that_is_not_run_here_is_run_elsewhere() -> None:
     left = [line for page in PAGES for line in shown(page) if line not in to_run(page)]
     assert {part for part in ELSEWHERE if any(part in line for line in left)} >= {"torchrun", "hydra/launcher="}

@@ -15,12 +15,11 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-import promises
 import pytest
 import yaml
 from bench import docs_outputs
 from guards import no, without
-from promises import promise
+from promises import outdated, promise
 from training import PLAIN, TINY
 
 import unet3d
@@ -73,6 +72,7 @@ def compose_jobs(words: list[str], folder: Path, skips: bool = False) -> None:
         raise refusals[0]
 
 
+@promise("What scripts rely on", "commands of README.md and ...")
 @promise("Config", "a YAML file or ...")
 @pytest.mark.slow
 @without("unet3d.config.rules.stages", no)
@@ -84,6 +84,7 @@ def test_training_commands_compose(tmp_path: Path) -> None:
             compose_jobs(words, tmp_path)
 
 
+@promise("What scripts rely on", "commands of README.md and ...")
 @promise("Config", "a YAML file or ...")
 @pytest.mark.slow
 def test_other_commands_parse(tmp_path: Path) -> None:
@@ -150,7 +151,34 @@ def test_what_contributing_names_is_in_its_room() -> None:
 
 
 def test_the_pages_have_the_promises_that_tests_are_marked_with() -> None:
-    assert promises.outdated() == [], "run: python tests/promises.py --write"
+    assert outdated() == [], "run: python tests/promises.py --write"
+
+
+@promise(
+    "What scripts rely on",
+    "files of a run folder",
+    "their names, the columns of scores.csv, and the keys of metrics.jsonl, memory.json, split.json and env.json",
+)
+@promise("What scripts rely on", "exit code 0", "done")
+def test_a_run_folder_has_the_files_and_names_that_scripts_read(finished: Path) -> None:
+    """All that docs/running.md lists, but for what a sweep, `init=` and TensorBoard add."""
+    folders = {"checkpoints", "figures", "memory", "predictions", "wandb"}
+    texts = {"STATUS", "config.yaml", "env.json", "memory.json", "metrics.csv", "metrics.jsonl", "overrides.yaml"}
+    texts |= {"report.html", "scores.csv", "split.json"}
+    assert {path.name for path in finished.iterdir()} == folders | texts | {".lock"}
+    (table,) = re.findall(r"\| file \| content \|\n(.*?)\n\n", TEXTS["docs/running.md"], re.DOTALL)
+    assert not [name for name in folders | texts if name not in table]
+    assert {path.name for path in (finished / "checkpoints").iterdir()} == {"best.pt", "last.pt", "previous.pt"}
+    assert (finished / "STATUS").read_text() == "done\nexit code 0\n"
+    classes = ("organ", "vessel", "lesion")
+    scores = [f"{score}/{name}" for score in ("dice", "iou", "hd95_mm") for name in classes]
+    assert (finished / "scores.csv").read_text().splitlines()[0] == ",".join(["case", *scores])
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert {"step", "train/loss", "train/lr", "time/step_s", "val/dice_mean", "val/dice/organ"} <= set().union(*records)
+    read = {name: json.loads((finished / f"{name}.json").read_text()) for name in ("memory", "split", "env")}
+    assert {"parameters", "predicted", "measured", "error_bytes"} <= {*read["memory"]}
+    assert {"peak_bytes", "phases", "categories", "levels", "layers", "moment"} <= {*read["memory"]["measured"]}
+    assert {*read["split"]} == {"train", "val", "data"} and {"unet3d", "torch", "commit", "device"} <= {*read["env"]}
 
 
 def make_small(code: str, *changes: tuple[str, str]) -> str:
@@ -165,6 +193,7 @@ def listed(words: tuple[str, ...]) -> str:
     return ", ".join(f'"{word}"' for word in words)
 
 
+@promise("What scripts rely on", "the Python that the pages show, the notebook", "runs")
 @pytest.mark.slow
 def test_the_python_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -197,6 +226,7 @@ def test_the_python_of_the_page_runs(
     assert names["found"].peak_bytes > 0 and names["result"].loss > 0
 
 
+@promise("What scripts rely on", "the Python that the ...")
 def test_the_python_of_recompute_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", TEXTS["docs/recompute.md"], re.DOTALL)
     names: dict[str, Any] = {}
@@ -213,6 +243,7 @@ def network() -> nn.Module:
 """
 
 
+@promise("What scripts rely on", "the Python that the ...")
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "code"), [("64", 0), ("1280", 1)])
 def test_the_memory_check_of_the_page_runs(
@@ -236,6 +267,7 @@ def test_the_memory_check_of_the_page_runs(
         names["test_the_network_fits_its_card"]()
 
 
+@promise("What scripts rely on", "the Python that the ...")
 @pytest.mark.slow
 def test_the_figure_of_the_tutorial_is_drawn(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -255,6 +287,7 @@ def test_an_output_that_a_script_compares_is_of_a_command_in_the_pages(output: d
     assert " ".join(output.command) in " ".join(" ".join(TEXTS.values()).split()).replace('"', "")
 
 
+@promise("What scripts rely on", "the Python that the ...")
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells in order, on fewer and smaller volumes; it is kept with its outputs."""

@@ -111,7 +111,7 @@ def test_nnunets_trainer(data: Path, tmp_path: Path) -> None:
     """By the script that measures both; the checkpoint loads in nnU-Net's own trainer and predicts."""
     pytest.importorskip("nnunetv2", reason="needs nnunetv2, of the extra bench")
     out = tmp_path / "nnunet"
-    script = ROOT / "tests" / "bench" / "nnunet_trainer.py"
+    script = ROOT / "benchmarks" / "nnunet_trainer.py"
     few = ["--iterations", "3", "--val-batches", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(

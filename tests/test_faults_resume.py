@@ -21,7 +21,7 @@ from unet3d.data import prepare
 from unet3d.run import run_folder
 from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.fingerprint import refuse_other_data
-from unet3d.run.memory_file import MemoryFile, read_memory
+from unet3d.run.run_folder import MemoryFile, read_memory
 from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
 
@@ -342,6 +342,7 @@ def test_without_a_whole_checkpoint_nothing_starts_over(copy: Path) -> None:
     assert (status(copy), (copy / "metrics.jsonl").read_bytes()) == before
 
 
+@promise("What scripts rely on", "exit code 3 ...")
 @promise("Checkpoints", "another format; parts missing ...")
 @pytest.mark.parametrize(
     "change",

@@ -81,6 +81,7 @@ def whole(place: Path) -> Path:
     return place / "whole" / "run"
 
 
+@promise("What scripts rely on", "exit code 75", "stopped by a signal, to be resumed")
 @promise(
     "Resume",
     "SIGTERM, SIGUSR1, SIGINT or SIGHUP, to the process or its group, in a step, a validation or a save",
@@ -114,6 +115,7 @@ def test_a_signal_ends_the_run_where_it_is_and_the_run_goes_on_from_there(
     assert resumed.code == 0 and same(folder, whole), resumed.err
 
 
+@promise("What scripts rely on", "exit code 5 ...")
 @promise("Training", "memory runs out in ...")
 def test_memory_that_runs_out_in_a_validation_is_not_reported_as_a_steps(tmp_path: Path) -> None:
     """Neither ckpt nor batch would change anything there."""
@@ -137,6 +139,7 @@ def ask_once(stop: signals.Stop, number: int, _: FrameType | None) -> None:
     stop.asked = signal.Signals(number)
 
 
+@promise("What scripts rely on", "exit code 130", "Ctrl-C twice; of other commands once")
 @promise("Resume", "a second SIGINT", "exit 130 at once; the last checkpoint is whole")
 @without("unet3d.base.signals.Stop.handle", ask_once)
 def test_a_second_interrupt_ends_the_run_at_once(place: Path, tmp_path: Path) -> None:
@@ -530,6 +533,7 @@ def poisoned(step: int, amp: bool) -> None:
     trainer.train_step = poison  # type: ignore[assignment]
 
 
+@promise("What scripts rely on", "exit code 4", "the loss or the outputs are not finite")
 @promise(
     "Training",
     "a loss or gradient that is NaN or infinite, in float32, bf16 or fp16",
@@ -715,6 +719,7 @@ def test_code_of_ones_own_that_exits_does_not_end_the_run_with_its_code(
     assert "SystemExit" in capsys.readouterr().err
 
 
+@promise("What scripts rely on", "exit code 1", "an unexpected error, with its trace; a lost data worker")
 @promise("Training", "memory runs out in ...")
 @without("unet3d.base.errors.is_out_of_memory", no, only="MemoryError")
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The table of the field's networks, `tests/bench/field.py`, with a tiny network."""
+"""The table of the field's networks, `benchmarks/field.py`, with a tiny network."""
 
 import importlib
 from pathlib import Path
@@ -15,8 +15,8 @@ SHAPE = (1, 1, 64, 64, 64)
 
 @pytest.fixture(params=["field", "field_page"])
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of `tests/bench`."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "bench")
+    """A module of `benchmarks`."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     return importlib.import_module(request.param)
 
 

@@ -19,7 +19,7 @@ LAYERS = (
     ("build",),
     ("memory",),
     ("planning",),
-    ("run.run_folder", "run.memory_file", "run.record", "run.shapes", "run.environment"),
+    ("run.run_folder", "run.record", "run.environment"),
     ("report",),
     ("run",),
     ("cli", "__main__"),

@@ -55,6 +55,7 @@ def nothing_beside(_: MemoryEstimate) -> dict:
     return {}
 
 
+@promise("What scripts rely on", "exit code 2 ...")
 @promise(
     "Disk and limits",
     "it is full, or a file may not grow, as `publish`, `predict`, `score`, `compare`, `memory` or `report` writes",

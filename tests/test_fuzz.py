@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 import fuzz
 
 from unet3d.data import dataset_json, nifti
-from unet3d.report import score_plots
-from unet3d.run import memory_file, record
+from unet3d.report import case_plots
+from unet3d.run import record, run_folder
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def run_trials(place: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, count: int)
 def test_a_damaged_run_folder_is_refused_or_harmless(
     tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(score_plots, "score_plot", nothing)
+    monkeypatch.setattr(case_plots, "score_plot", nothing)
     found = run_trials(tmp_path, watch, sound, 12)
     assert not [line for line in found if line[1].startswith("FAILED")]
     assert {outcome for _, outcome in found} == {"refused", "read"}
@@ -109,7 +109,7 @@ def test_a_link_that_is_followed_and_a_shape_that_is_not_checked_are_noticed(
         return "emptied"
 
     monkeypatch.setattr(record, "refuse_links_out", lambda folder: None)
-    monkeypatch.setattr(memory_file, "fits", lambda value, shape: True)
+    monkeypatch.setattr(run_folder, "fits", lambda value, shape: True)
     for damage, noticed in ((linked, "FAILED: opened ['/etc/passwd'"), (emptied, "FAILED: ")):
         monkeypatch.setattr(fuzz, "damage_run", damage)
         ((_, found),) = run_trials(tmp_path, watch, sound, 1)

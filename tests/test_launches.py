@@ -1,6 +1,6 @@
-"""What a step on CUDA asks of the device, counted on fake tensors by `tests/bench/launches.py`.
+"""What a step on CUDA asks of the device, counted on fake tensors by `benchmarks/launches.py`.
 
-That these counts are those of torch's CUDA build is shown by `tests/bench/cuda_desk.py`.
+That these counts are those of torch's CUDA build is shown by `benchmarks/cuda_desk.py`.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
 
-SCRIPT = Path(__file__).parent / "bench" / "launches.py"
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "launches.py"
 AT_64 = ("device=cuda", "data.patch=[64,64,64]", "batch=2", "amp=true")
 slow = pytest.mark.slow
 

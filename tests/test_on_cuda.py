@@ -1,4 +1,4 @@
-"""The measurements of `tests/bench/on_cuda.py`, rehearsed on the CPU with tiny networks in real processes."""
+"""The measurements of `benchmarks/on_cuda.py`, rehearsed on the CPU with tiny networks in real processes."""
 
 import importlib
 import itertools
@@ -14,7 +14,7 @@ import pytest
 import torch
 from training import forked
 
-SCRIPT = Path(__file__).parent / "bench" / "on_cuda.py"
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "on_cuda.py"
 ROWS = 5  # of a rehearsal: memory, network, lever, shares, windows
 
 
@@ -25,7 +25,7 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """`python tests/bench/on_cuda.py --device cpu WORDS`, in this process."""
+    """`python benchmarks/on_cuda.py --device cpu WORDS`, in this process."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.chdir(tmp_path)
     script = importlib.import_module(SCRIPT.stem)

@@ -37,6 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainedRun]:
     assert sys.argv == before and [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@promise("What scripts rely on", "the Python that the ...")
 @pytest.mark.slow
 def test_a_run_is_trained_in_this_process(trained: TrainedRun) -> None:
     assert trained.folder.parent.parent.name == "outputs" and (trained.folder / "STATUS").read_text()[:5] == "done\n"
@@ -130,6 +131,7 @@ def test_an_array_with_its_affine_is_turned_as_a_file_is(trained: TrainedRun, pr
         network.segment(given, affine=given.affine)
 
 
+@promise("What scripts rely on", "label maps and probabilities ...")
 def test_probabilities_come_with_the_labels_on_request(trained: TrainedRun, tmp_path: Path) -> None:
     """Those that the command writes."""
     nib.save(image(), tmp_path / "a.nii.gz")
@@ -234,6 +236,7 @@ def test_a_file_is_read_under_any_number_of_ranks(trained: TrainedRun, monkeypat
     assert unet3d.load(trained.checkpoint).classes
 
 
+@promise("What scripts rely on", "names in Python ...")
 @pytest.mark.slow
 def test_each_face_is_there_as_soon_as_the_package_is_imported() -> None:
     program = "import unet3d; print(callable(unet3d.train), callable(unet3d.memory.predict), callable(unet3d.load))"
@@ -242,9 +245,14 @@ def test_each_face_is_there_as_soon_as_the_package_is_imported() -> None:
     assert not hasattr(unet3d, "nothing") and not hasattr(unet3d.memory, "nothing")
 
 
+@promise(
+    "What scripts rely on",
+    "names in Python",
+    "`unet3d.load`, `train`, `recompute`, `memory`; `unet3d.memory.predict`, `explain`, `assert_below`",
+)
 def test_its_faces_are_listed_and_found_though_nothing_has_loaded_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {*dir(unet3d)} >= {"load", "memory", "train"}
-    assert {*dir(unet3d.memory)} >= {"assert_below", "explain", "predict"}
+    assert [*dir(unet3d)] == ["__version__", "load", "memory", "recompute", "train"]
+    assert dir(unet3d.memory) == ["assert_below", "explain", "predict"]
     memory = unet3d.memory
     monkeypatch.delattr(unet3d, "memory")
     assert unet3d.memory is memory

@@ -35,7 +35,7 @@ from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report import memory_plots, plots, report, score_plots
+from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict, record
 from unet3d.run.validation import evaluate
 from unet3d.training import checkpoint
@@ -350,7 +350,7 @@ def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
 @pytest.fixture
 def stranger(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a finished run, which a test changes as a stranger might; its report draws no picture."""
-    for module, name in ((plots, "training_curves"), (score_plots, "score_plot")):
+    for module, name in ((plots, "training_curves"), (case_plots, "score_plot")):
         monkeypatch.setattr(module, name, nothing)
     for name in ("phase_plot", "layer_plot"):
         monkeypatch.setattr(memory_plots, name, nothing)

@@ -100,6 +100,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     return done, place / "sweep", ours
 
 
+@promise("What scripts rely on", "exit code 128 + n ...")
 @promise("Training", "a job of a ...")
 @pytest.mark.slow
 def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: tuple) -> None:
@@ -213,6 +214,7 @@ def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monk
     plan.plan(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
 
 
+@promise("What scripts rely on", "exit code 128 + n", "a job of a sweep was killed by signal n")
 @promise("Training", "a job of a ...")
 def test_a_process_that_was_killed_is_named_by_its_signal() -> None:
     code, _ = lifecycle.run_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])

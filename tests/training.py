@@ -31,7 +31,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight, recompute_plan
 from unet3d.memory.technique import choose_technique
 from unet3d.recomputing import prepare, search
-from unet3d.report import case_plots, memory_plots, plots, report, score_plots
+from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.report.loggers import Loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ for module, name, number in FEW:
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["served"])
 FIGURES = [
-    *((case_plots, "segmentation"), (plots, "training_curves"), (score_plots, "score_plot")),
+    *((case_plots, "segmentation"), (plots, "training_curves"), (case_plots, "score_plot")),
     *((memory_plots, "phase_plot"), (memory_plots, "timeline_plot"), (memory_plots, "layer_plot")),
 ]
 Hook = Callable[[], None]

@@ -371,6 +371,7 @@ def test_a_lost_worker_is_reported_once() -> None:
     assert lost(RuntimeError("shapes do not fit")) is None
 
 
+@promise("What scripts rely on", "exit code 1 ...")
 @promise("Data", "a data worker that ...")
 def test_a_run_whose_worker_is_killed_within_a_step_ends_with_1_and_one_line(tmp_path: Path) -> None:
     """torch raises as soon as it notices, whatever the run is doing."""

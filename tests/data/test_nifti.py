@@ -412,6 +412,11 @@ def tilted(kind: type, shape: tuple[int, ...]) -> nib.Nifti1Image:
     return stored
 
 
+@promise(
+    "What scripts rely on",
+    "label maps and probabilities",
+    "NIfTI on the grid of the input, with its header; X Y Z class",
+)
 @promise("Prediction", "images turned, anisotropic, in ...")
 @pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
 @pytest.mark.parametrize("shape", [(6, 5, 4), (6, 5, 4, 2)])

@@ -82,6 +82,7 @@ def in_mib(size: int) -> str:
     return f"{size / 2**20}MiB"
 
 
+@promise("What scripts rely on", "exit code 1 of `memory --below`", "with a line on stdout: more than the limit")
 @pytest.mark.parametrize("words", [(*NET,), of_skips()], ids=["config", "module"])
 def test_a_peak_at_the_limit_fits_and_one_of_a_byte_more_does_not(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -99,6 +100,11 @@ def test_a_peak_at_the_limit_fits_and_one_of_a_byte_more_does_not(
     assert f"{mib(peak - peak // 2)} MiB above" in lines[2] and mib(answer["layer"]["bytes"]) in lines[2]
 
 
+@promise(
+    "What scripts rely on",
+    "the object of `memory --below --json`",
+    "has the names that docs/memory.md lists, and adds up",
+)
 @promise(
     "The memory of any network",
     "a network that prints, under `memory --below ... --json`",

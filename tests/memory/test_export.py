@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from promises import promise
 from torch.cuda import _memory_viz
 
 from unet3d.config import compose
@@ -44,6 +45,7 @@ def written(ledger: Ledger, folder: Path) -> dict:
     return pickle.loads((folder / "snapshot.pickle").read_bytes())
 
 
+@promise("What scripts rely on", "memory/snapshot.pickle ...")
 @pytest.mark.slow
 def test_the_viewer_can_unpickle_a_snapshot(forum: Ledger, tmp_path: Path) -> None:
     export.write_snapshot(forum, tmp_path / "snapshot.pickle")
@@ -121,6 +123,7 @@ def test_a_storage_that_is_not_counted_takes_no_place(tmp_path: Path) -> None:
     assert [entry["size"] for entry in found["device_traces"][0] if entry["action"] == "alloc"] == [400, 200]
 
 
+@promise("What scripts rely on", "memory/snapshot.pickle", "PyTorch's memory viewer reads it")
 def test_torchs_own_reader_takes_a_snapshot(small: Ledger, tmp_path: Path) -> None:
     found = written(small, tmp_path)
     lines = _memory_viz.trace(found).splitlines()

@@ -1,7 +1,13 @@
 """Published figures are reproduced by this package's instruments."""
 
+import sys
+from pathlib import Path
+
 import pytest
-from bench.facts import PUBLISHED, computed, table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from facts import PUBLISHED, computed, table
 
 pytestmark = pytest.mark.slow
 

@@ -34,7 +34,7 @@ def config(*words: str) -> Config:
 
 BF16 = torch.bfloat16
 # Bytes of the workspaces that an H100 was asked for, with cuDNN 9.19: of a forward pass, of the gradients of its input
-# and of its filter. `python tests/bench/workspaces.py` measures more.
+# and of its filter. `python benchmarks/workspaces.py` measures more.
 ON_H100 = [
     # dtype, images, inputs, outputs, size, kernel, stride, is transposed, TF32
     ((BF16, 2, 16, 16, 64, (3, 3, 3), 1, False, True), (33_568_272, 33_568_272, 41_434_687)),

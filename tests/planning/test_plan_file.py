@@ -12,7 +12,7 @@ from unet3d.base.files import read_yaml
 from unet3d.cli import plan as planned_runs
 from unet3d.config import compose
 from unet3d.config.compose import Job
-from unet3d.report.receipt import plan_entry, promises
+from unet3d.report.summary import plan_entry, promises
 
 OPTIONS = {
     "model": {"features": [4, 8, 16], "kernels": [[3, 3, 1], [3, 3, 3], [3, 3, 3]], "strides": [[2, 2, 1], [2, 2, 2]]},
@@ -169,5 +169,6 @@ def test_a_strangers_memory_file_breaks_no_receipt() -> None:
     assert [row.key for row in promises({"plan": plan}, [{"time/step_s": "y"}])] == ["tensors"]
 
 
+@promise("What scripts rely on", "plan.yaml", "`plan=` reads what `plan` wrote")
 def test_a_plan_is_written_and_read_as_it_was(plan: Path) -> None:
     assert read_yaml(plan)["options"] == OPTIONS

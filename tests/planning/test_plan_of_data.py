@@ -32,9 +32,9 @@ from unet3d.planning.fingerprint import read_fingerprint
 from unet3d.planning.patches import sized_patches
 from unet3d.planning.plan import choose_intensity, choose_spacing, like_nnunet, make_plan
 from unet3d.planning.timing import measured_step  # as it is without `quick`
-from unet3d.report import receipt
-from unet3d.run.memory_file import read_memory
+from unet3d.report import summary
 from unet3d.run.record import read_run
+from unet3d.run.run_folder import read_memory
 
 SMALL = Kind((96, 96, 96), (1.0, 1.0, 1.0), ("MR",), ("background", "organ"), 0, 300)
 NARROW = "model.features=[4,8]"
@@ -311,7 +311,7 @@ def test_a_plan_is_trained_and_its_receipt_is_exact(tmp_path: Path) -> None:
     memory = read_memory(folder)
     assert memory["plan"]["peak_bytes"] == memory["measured"]["peak_bytes"]
     assert sorted(memory["plan"]["changed"]) == ["eval_every", "steps"]
-    assert receipt.TITLE in run.out
+    assert summary.RECEIPT in run.out
     assert read_yaml(folder / "config.yaml")["plan"] == str(plan)
-    table = receipt.receipt(memory, read_run(folder).records)
+    table = summary.receipt(memory, read_run(folder).records)
     assert table is not None and table.rows[0][-1] == "+0.0%"

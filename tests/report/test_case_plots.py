@@ -9,7 +9,7 @@ import pytest
 from legibility import Drawn, assert_written, drawing
 from matplotlib.colors import to_hex
 
-from unet3d.report import case_plots, case_scores, score_plots
+from unet3d.report import case_plots, scores
 from unet3d.report.case_plots import ERRORS, centre
 from unet3d.report.plots import colours, training_curves
 
@@ -31,14 +31,14 @@ def rows(**dice: tuple[float | None, float | None]) -> list[dict[str, str]]:
 
 
 def names(found: list[dict[str, str]]) -> dict[str, str]:
-    return {role: case.name for role, case in case_scores.chosen(found).items()}
+    return {role: case.name for role, case in scores.chosen(found).items()}
 
 
 def test_the_best_the_median_and_the_worst_are_by_the_mean_of_the_classes_that_a_case_has() -> None:
     found = rows(p=(0.9, None), q=(None, None), r=(0.2, 0.4), s=(0.5, 0.5), t=(1.0, 0.0), u=(0.8, 0.8))
-    assert [case.name for case in case_scores.ranked(found)] == ["r", "s", "t", "u", "p", "q"]
+    assert [case.name for case in scores.ranked(found)] == ["r", "s", "t", "u", "p", "q"]
     assert names(found) == {"best": "p", "median": "t", "worst": "r"}
-    assert case_scores.chosen(found)["best"].classes == {"a": 0.9}
+    assert scores.chosen(found)["best"].classes == {"a": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -58,34 +58,34 @@ def test_few_cases_equal_ones_and_such_without_a_class(found: list[dict[str, str
 
 def test_the_table_has_a_row_a_case_the_worst_first_and_is_bounded() -> None:
     found = rows(p=(0.9, None), r=(0.2, 0.4))
-    table = case_scores.case_table(found)
+    table = scores.case_table(found)
     assert table.columns[0] == "case" and table.columns[2:] == ["Dice a", "Dice b", "HD95 (mm) a"]
     assert table.rows == [["r", "0.300", "0.200", "0.400", "2.00"], ["p", "0.900", "0.900", "n/a", "2.00"]]
     wide = [{f"dice/{number}": "1" for number in range(500)} | {"case": str(case)} for case in range(300)]
-    table = case_scores.case_table(wide)
+    table = scores.case_table(wide)
     assert (len(table.columns), len(table.rows)) == (202, 100)
-    assert case_scores.case_table([]).rows == []
+    assert scores.case_table([]).rows == []
 
 
 # --- Dice of all
 
 
 def test_dice_of_all_cases_is_points_and_of_many_a_box(draw: Drawn) -> None:
-    found = case_scores.dice_by_class(rows(p=(0.9, None), q=(0.1, 0.5), r=(0.2, 0.4), s=(0.5, 0.5)))
+    found = scores.dice_by_class(rows(p=(0.9, None), q=(0.1, 0.5), r=(0.2, 0.4), s=(0.5, 0.5)))
     assert found == {"a": [0.9, 0.1, 0.2, 0.5], "b": [0.5, 0.4, 0.5]}
-    (axes,) = draw(score_plots.score_plot, found | {"c": [0.4] * 5 + [0.6] * 4}).axes
+    (axes,) = draw(case_plots.score_plot, found | {"c": [0.4] * 5 + [0.6] * 4}).axes
     points = [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "o"]
     assert points[:2] == [[0.1, 0.2, 0.5, 0.9], [0.4, 0.5, 0.5]]
     assert [list(line.get_ydata()) for line in axes.lines if line.get_linewidth() == 2.2] == [[0.4, 0.4]], "one box"
     assert axes.get_ylim() == (-0.02, 1.02)
-    (near,) = draw(score_plots.score_plot, {"a": [0.85, 0.95]}).axes
+    (near,) = draw(case_plots.score_plot, {"a": [0.85, 0.95]}).axes
     assert near.get_ylim() == pytest.approx((0.78, 1.02)), "close values are apart"
 
 
 @pytest.mark.parametrize("count", [1, 30])
 def test_scores_of_classes_with_long_names_stay_legible(draw: Drawn, count: int) -> None:
     name = "structure_number_{}_of_the_left_and_the_right_hemisphere"
-    draw(score_plots.score_plot, {name.format(number): [0.5, 0.6] for number in range(count)} | {"$none": []})
+    draw(case_plots.score_plot, {name.format(number): [0.5, 0.6] for number in range(count)} | {"$none": []})
 
 
 # --- pictures

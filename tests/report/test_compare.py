@@ -18,9 +18,8 @@ from training import yaml_of
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.report import compare
-from unet3d.report.compared_runs import find_runs, read_runs
+from unet3d.report.compared_runs import differing, find_runs, mismatches, read_runs, setting_columns, short
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot, pareto
-from unet3d.report.differences import differing, mismatches, setting_columns, short
 
 MIB = 2**20
 NASTY = "<script>alert('x')</script>&[bold]"
@@ -142,6 +141,11 @@ def test_a_command_line_without_a_config_is_shown_as_it_was(make: Make) -> None:
 # --- numbers
 
 
+@promise(
+    "What scripts rely on",
+    "compare.csv, folds.csv",
+    "plain numbers with units in their columns, empty cells where there is none",
+)
 def test_the_csv_has_plain_numbers_with_units_and_empty_cells(make: Make, tmp_path: Path) -> None:
     line = "error: loss nan, 'a, b'\nmore\nexit code 4\n"
     folders = [make("0", "ckpt=2", dice=0.5), make("1", predicts=True), make("2", "amp=true", status=line)]

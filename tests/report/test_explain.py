@@ -29,7 +29,7 @@ from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import predict
 from unet3d.report import explained
-from unet3d.run import shapes
+from unet3d.run import run_folder
 from unet3d.training import optim
 
 SHAPE = (1, 1, 16, 16, 16)
@@ -281,7 +281,7 @@ def test_weights_and_images_of_another_type_are_predicted_and_measured() -> None
 @pytest.mark.slow
 def test_a_network_of_very_many_layers_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 40  # not 500, which take long to draw
-    for module in (shapes, explained):
+    for module in (run_folder, explained):
         monkeypatch.setattr(module, "MOST_ITEMS", most)
     layers = [nn.Conv3d(1, 1, 1) for _ in range(most + 4)]
     found = unet3d.memory.predict(
@@ -508,7 +508,8 @@ def test_predicted_and_measured_bytes_are_of_the_same_layers(make: Callable[[], 
 
 
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("explain_bench", Path(__file__).parents[1] / "bench" / "explain.py")
+    path = Path(__file__).parents[2] / "benchmarks" / "explain.py"
+    spec = importlib.util.spec_from_file_location("explain_bench", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -528,7 +529,7 @@ def tiny(name: str) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SegResNet", "UNETR"])
 def test_networks_of_monai_are_explained_as_the_allocator_has_them(name: str) -> None:
-    """Within 1 %, without what one kernel takes and gives back; `tests/bench/explain.py` has them in their sizes."""
+    """Within 1 %, without what one kernel takes and gives back; `benchmarks/explain.py` has them in their sizes."""
     shape = (1, 1, 16, 16, 16)
     tensors, _ = bench().unobserved(partial(tiny, name), shape)
     for act in (unet3d.memory.predict, unet3d.memory.explain):

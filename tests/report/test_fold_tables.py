@@ -13,8 +13,8 @@ from test_folds import make
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Table
-from unet3d.report import fold_tables, paired
-from unet3d.report.markup import as_latex, as_markdown, latex, markdown
+from unet3d.report import fold_tables
+from unet3d.report.fold_tables import as_latex, as_markdown, latex, markdown
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
 FIRST = ("a,.5,.7,1\nb,.7,,2\n", "c,.8,.9,\n", "d,.1,.4,3\n")  # of folds 0, 1 and 2
@@ -84,10 +84,10 @@ def test_all_is_written_for_papers_and_for_programs(methods: list[fold_tables.Me
     assert {row["class"] for row in rows_of(out / "paired.csv")} == {"left", "right", "mean of classes"}
 
 
-@without("unet3d.report.paired.scores_by_case", lambda row, metric: {"left": {"a": 0.5, "b": 0.7}})
+@without("unet3d.report.fold_tables.scores_by_case", lambda row, metric: {"left": {"a": 0.5, "b": 0.7}})
 def test_the_paired_test_is_of_cases_that_both_have(methods: list[fold_tables.Method]) -> None:
     first, second = (method.row for method in methods)
-    tests = {(test.metric, test.name): test for test in paired.paired_tests(first, second)}
+    tests = {(test.metric, test.name): test for test in fold_tables.paired_tests(first, second)}
     left = tests["dice", "left"]
     assert (left.pairs, left.differing) == (4, 3)
     assert left.mean_difference == pytest.approx(fmean(after - before for before, after in LEFT.values()))
@@ -107,7 +107,7 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
         for n, part in enumerate(lines)
     ]
     first, second = (method.row for method in fold_tables.read_methods(sweeps))
-    test = next(test for test in paired.paired_tests(first, second) if test.name == "left")
+    test = next(test for test in fold_tables.paired_tests(first, second) if test.name == "left")
     differences = [new - old for old, new in zip(before, after, strict=True) if new != old]
     sizes = sorted(abs(difference) for difference in differences)
 
@@ -123,9 +123,9 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
 def test_equal_methods_have_no_p(tmp_path: Path) -> None:
     sweeps = [sweep(tmp_path / str(n), FIRST, f"seed={n}") for n in range(2)]
     first, second = (method.row for method in fold_tables.read_methods(sweeps))
-    tests = paired.paired_tests(first, second)
+    tests = fold_tables.paired_tests(first, second)
     assert tests and all((test.differing, test.p, test.effect) == (0, None, None) for test in tests)
-    assert paired.table(tests).rows[0][-2:] == ["", ""]
+    assert fold_tables.paired_table(tests).rows[0][-2:] == ["", ""]
 
 
 def test_a_fold_that_is_missing_or_not_finished_is_said(tmp_path: Path) -> None:

@@ -693,7 +693,7 @@ def test_a_name_that_is_an_emojis_or_markup_stays_text(capsys: Capture) -> None:
 
 
 @promise("what is printed and written", "names and values from ...")
-@without("unet3d.report.loggers.escaped", unchanged)
+@without("unet3d.base.errors.escaped", unchanged)
 def test_a_warning_is_one_line_of_text(capsys: Capture) -> None:
     assert reason(ValueError("a\x1b[2J\n\n\u2066b")) == r"ValueError: a\x1b[2J \u2066b"
     errors.warn("no/\udcff\nwarning: all is lost\x1b[2J")

@@ -29,8 +29,15 @@ from unet3d.model.unet import UNet3D
 from unet3d.training import inference
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.window_sums import HostMemory, free_bytes, sums_bytes
-from unet3d.training.windows import aligned_corners, even_corners, gaussian, scan_order
+from unet3d.training.windows import (
+    HostMemory,
+    aligned_corners,
+    even_corners,
+    free_bytes,
+    gaussian,
+    scan_order,
+    sums_bytes,
+)
 
 Network = Callable[..., UNet3D]
 

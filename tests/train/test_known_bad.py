@@ -7,7 +7,7 @@ from promises import promise
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.preflight import preflight
-from unet3d.training import known_bad
+from unet3d.training import switches
 
 BF16 = torch.bfloat16
 LARGE = 2**31  # elements of a map
@@ -33,7 +33,7 @@ def warnings(capsys: pytest.CaptureFixture[str], config: Config) -> list[str]:
 @pytest.mark.parametrize("cudnn", [90800, 91002, 91499])
 def test_a_bad_version_is_named_with_its_issue(monkeypatch: pytest.MonkeyPatch, cudnn: int) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    line = known_bad.warning(BF16, lambda: LARGE)
+    line = switches.cudnn_warning(BF16, lambda: LARGE)
     assert line is not None
     assert f"torch {torch.__version__} with cuDNN 9.{cudnn // 100 % 100}.{cudnn % 100}" in line
     assert "#163539" in line
@@ -48,7 +48,7 @@ def test_nothing_is_said_of_others(
     monkeypatch: pytest.MonkeyPatch, cudnn: int | None, dtype: torch.dtype | None
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    assert known_bad.warning(dtype, lambda: LARGE) is None
+    assert switches.cudnn_warning(dtype, lambda: LARGE) is None
 
 
 @promise(

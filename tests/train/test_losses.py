@@ -19,10 +19,10 @@ from unet3d.config.schema import LOSSES as NAMES
 from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.training import losses
-from unet3d.training.loss_chunks import SMOOTH
 from unet3d.training.losses import (
     IN_CHUNKS,
     LOSSES,
+    SMOOTH,
     LossOptions,
     LossTerm,
     SegmentationLoss,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from promises import promise
 
-from unet3d.report.case_scores import case_table
+from unet3d.report.scores import case_table
 from unet3d.training.metrics import (
     CaseScore,
     Labels,

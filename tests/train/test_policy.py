@@ -18,7 +18,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
 from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
-from unet3d.training import policy, recomputation
+from unet3d.training import checkpointing, policy
 from unet3d.training.losses import SegmentationLoss, ce, dice_ce
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
@@ -62,7 +62,7 @@ def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
     "activation checkpointing in 0 or 2 to n segments",
     "loss, gradients, buffers and output are bit-identical (on the CPU, or with `deterministic=true`)",
 )
-@without("unet3d.training.policy.checkpoint_sequential", with_other_random_numbers, only="group-0.3-None")
+@without("unet3d.training.checkpointing.checkpoint_sequential", with_other_random_numbers, only="group-0.3-None")
 @pytest.mark.parametrize(
     ("norm", "dropout", "dtype"),
     [
@@ -107,7 +107,7 @@ def on_its_own_buffers(stage: nn.Module, copies: dict[str, Tensor], arguments: t
 
 
 @promise("Resume", "activation checkpointing in 0 ...")
-@without("unet3d.training.policy.functional_call", on_its_own_buffers)
+@without("unet3d.training.checkpointing.functional_call", on_its_own_buffers)
 def test_only_copies_of_running_statistics_see_a_batch_twice(network: Network) -> None:
     batches_seen = []
     for segment_starts in ((), evenly(6, 6)):
@@ -320,7 +320,7 @@ class Remembering(nn.Module):
     "an array of NumPy, for the last operation of a segment, which is not run again; on a GPU, what differs by less "
     "than 2 %",
 )
-@without("unet3d.training.recomputation.is_compared", no)
+@without("unet3d.training.checkpointing.is_compared", no)
 @pytest.mark.parametrize("kind", [Iterating, Closing, Nesting, Decaying, Scaling])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_second_call_that_computes_other_values_is_refused(kind: type, dtype: torch.dtype | None) -> None:
@@ -360,10 +360,10 @@ def test_calls_are_compared_in_the_first_passes_alone() -> None:
     """Later ones run no operation more."""
     model, memory = nn.Sequential(convolution(), convolution()), MemoryPolicy(segment_starts=(0, 1))
     noted = []
-    for _ in range(recomputation.PASSES + 1):
+    for _ in range(checkpointing.PASSES + 1):
         with pytest.MonkeyPatch.context() as patch:
             calls: list[int] = []
-            patch.setattr(recomputation.FirstCall, "see", lambda *_, calls=calls: calls.append(1))
+            patch.setattr(checkpointing.FirstCall, "see", lambda *_, calls=calls: calls.append(1))
             memory.forward(model, torch.randn(1, 2, 6, 6, 6)).sum().backward()
         noted.append(len(calls))
     assert all(noted[:-1]) and not noted[-1]
@@ -416,7 +416,7 @@ def test_only_fp16_scales_the_loss() -> None:
 @pytest.mark.parametrize("segment_starts", [(0, 1), (0, 3, 7), (0, 1, 2, 6), evenly(8, 5)])
 def test_split_covers_every_stage_once_in_order(segment_starts: tuple[int, ...]) -> None:
     stages: list[nn.Module] = [nn.Identity() for _ in range(8)]
-    parts = policy.split(stages, segment_starts)
+    parts = checkpointing.split(stages, segment_starts)
     assert [s for part in parts for s in part.stages] == stages
     assert [stages.index(part.stages[0]) for part in parts] == list(segment_starts)
 

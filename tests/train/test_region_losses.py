@@ -13,8 +13,7 @@ from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
-from unet3d.training.loss_chunks import SMOOTH
-from unet3d.training.losses import LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce
+from unet3d.training.losses import SMOOTH, LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce
 
 TUMOUR = Regions(((1, 2, 3), (2, 3), (3,)), (1, 2, 3))
 TABLE = torch.tensor(TUMOUR.table(), dtype=torch.float32)

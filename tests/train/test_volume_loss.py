@@ -10,10 +10,8 @@ import torch
 from unet3d.base.regions import Regions
 from unet3d.base.types import IGNORE, ProbabilityBlock
 from unet3d.config.schema import Loss
-from unet3d.training.loss_chunks import SMOOTH
-from unet3d.training.losses import LOSSES, LossOptions
+from unet3d.training.losses import LOSSES, SMOOTH, LossOptions, VolumeLoss
 from unet3d.training.metrics import CaseScore, summarise
-from unet3d.training.volume_loss import VolumeLoss
 
 SIZES = (7, 5, 4)
 CLASSES = 3
@@ -26,8 +24,7 @@ def strips(probabilities: torch.Tensor) -> Iterator[ProbabilityBlock]:
 
 
 def loss_of(options: Loss, logits: torch.Tensor, label: torch.Tensor) -> float | None:
-    volume = VolumeLoss.of(options, CLASSES)
-    assert volume is not None
+    volume = VolumeLoss(options, CLASSES)
     before = [strip.probabilities.clone() for strip in strips(logits.softmax(0))]
     after = [strip.probabilities for strip in volume.adding(strips(logits.softmax(0)), label.numpy())]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -57,8 +54,7 @@ def test_of_regions_it_is_the_formula_by_hand(name: str) -> None:
     label = torch.randint(0, 3, SIZES)
     label[torch.rand(SIZES) < 0.4] = IGNORE
     label[0, 0, 0] = 2
-    volume = VolumeLoss.of(Loss(name=name, weights=[1.0, 3.0]), 2, Regions(((1, 2), (2,)), (1, 2)))
-    assert volume is not None
+    volume = VolumeLoss(Loss(name=name, weights=[1.0, 3.0]), 2, Regions(((1, 2), (2,)), (1, 2)))
     list(volume.adding(strips(logits.sigmoid()), label.numpy()))
     is_labelled = label != IGNORE
     p = logits.sigmoid()[:, is_labelled].double()
@@ -74,8 +70,7 @@ def test_of_regions_it_is_the_formula_by_hand(name: str) -> None:
 
 
 def test_a_region_that_is_surely_wrong_costs_what_float32_can_say() -> None:
-    volume = VolumeLoss.of(Loss(name="ce"), 1, Regions(((1,),), (1,)))
-    assert volume is not None
+    volume = VolumeLoss(Loss(name="ce"), 1, Regions(((1,),), (1,)))
     list(volume.adding(strips(torch.ones(1, *SIZES)), np.zeros(SIZES, np.int16)))
     assert volume.value() == pytest.approx(25 * math.log(2), rel=1e-6)
 
@@ -89,7 +84,7 @@ def test_a_probability_of_zero_is_finite_and_a_volume_without_labels_has_no_loss
 
 
 def test_a_loss_of_the_users_own_has_none_in_validation() -> None:
-    assert VolumeLoss.of(Loss(path="package.module:name"), CLASSES) is None
+    assert not VolumeLoss.exists(Loss(path="package.module:name"))
 
 
 def test_the_mean_over_cases_is_recorded_where_any_has_it() -> None:

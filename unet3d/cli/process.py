@@ -14,7 +14,7 @@ def share_cores() -> None:
     """Let threads that wait for each other sleep soon, unless the environment says how they are to wait.
 
     A thread that waits awake keeps its core busy. Where two programs share the cores, steps then take six times as
-    long. On idle cores sleeping costs a hundredth: `tests/bench/busy_cores.py`. Call it before torch loads.
+    long. On idle cores sleeping costs a hundredth: `benchmarks/busy_cores.py`. Call it before torch loads.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = SPINS

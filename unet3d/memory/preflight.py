@@ -40,7 +40,7 @@ from unet3d.memory.technique import choose_technique
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
 from unet3d.recomputing.prepare import work_line
 from unet3d.recomputing.program import Program
-from unet3d.training import known_bad
+from unet3d.training import switches
 from unet3d.training.policy import Technique
 
 
@@ -218,7 +218,7 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
 def _warn_of_known_bad(config: Config, ledger: Ledger) -> None:
     """Warn of a fault of the installed libraries in what the step runs on CUDA."""
     dtype = build.policy(config, "cuda").dtype
-    warning = known_bad.warning(dtype, ledger.largest_map)
+    warning = switches.cudnn_warning(dtype, ledger.largest_map)
     if warning is not None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 

@@ -1,9 +1,8 @@
 """Reports: what a run leaves for its reader.
 
-Read these in order. Files of a run folder: run_folder (written during a run), environment, memory_file (memory.json),
-record (all of it, read back), shapes (which values are trusted). Loggers: loggers, terminal_logger, wandb_logger,
-tensorboard_logger. Scores: case_scores, score_tables. Figures: plots (shared parts, training curves), score_plots,
-case_plots, memory_plots, comparison_plots. The report of a run: report, facts, page (HTML from
-templates/), methods and methods_data (a paper's paragraph), summary (the closing lines), explained (of a network that
-was only profiled). Several runs: compared_runs, folds, differences, compare.
+Read these in order. The files of a run folder are in `unet3d.run`: run_folder, environment, record. Loggers: loggers,
+terminal_logger, wandb_logger, tensorboard_logger. Scores: scores. Figures: plots (shared parts, training curves),
+case_plots, memory_plots, comparison_plots. The report of a run: report, summary (sentences and numbers, also for the
+closing lines), page (templates/), methods (a paper's paragraph), explained (of a network that was only profiled).
+Several runs: compared_runs, folds, compare, fold_tables (for papers).
 """

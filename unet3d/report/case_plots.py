@@ -1,4 +1,4 @@
-"""Figures of held-out cases: image, truth, prediction and errors on three planes."""
+"""Figures of held-out cases: image, truth, prediction and errors on three planes; and the Dice of all by class."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unet3d.base.types import IGNORE
-from unet3d.report.plots import DARK, Array, blank, colours, plain, save_picture, short_name
+from unet3d.report.plots import DARK, Array, blank, colours, panel, plain, save_picture, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +32,8 @@ MAP_WIDTH = 2.5  # inches, of the widest map
 LEAST_HEIGHT = 0.8  # inches, of one plane
 MOST_HEIGHT = 3.4
 TITLE_LETTERS = 100  # in a line
+CASES_OF_A_BOX = 8  # at least: of fewer, a box from quartile to quartile says little
+LETTERS_ABREAST = 50  # of the classes' names; longer ones are turned
 
 
 class Slice(NamedTuple):
@@ -92,29 +94,19 @@ def segmentation(
     grid = figure.subplots(len(PLANES), len(heads), height_ratios=heights)
     darkest, brightest = np.percentile(image, (0.5, 99.5))
     for axis, row in enumerate(grid):
-        plane = _cut(image, layers, spacing, axis, where[axis], labels_of)
+        right, up = _axes_of(axis)
+        cut, *maps = (np.take(volume, where[axis], axis).T for volume in (image, *layers.values()))
+        plane = Slice(cut, dict(zip(layers, maps, strict=True)), (spacing[right], spacing[up]), labels_of)
         for name, axes in zip(heads, row, strict=True):
-            axes.imshow(
-                plane.image,
-                cmap="gray",
-                origin="lower",
-                extent=plane.extent,
-                vmin=darkest,
-                vmax=brightest,
-            )
+            axes.imshow(plane.image, "gray", origin="lower", extent=plane.extent, vmin=darkest, vmax=brightest)
             axes.set(xticks=[], yticks=[])
-            DRAWN[name](axes, plane)
+            if name in DRAWN:
+                DRAWN[name](axes, plane)
         _name_plane(row[0], axis, where[axis])
     for axes, name in zip(grid[0], heads, strict=True):
         axes.set_title(f"{name}, {NEUROLOGICAL}" if name == "image" else name, fontsize=10)
     figure.suptitle("\n".join(map(plain, lines)), fontsize=11)
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=9,
-    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     save_picture(figure, path, zlib.Z_RLE)  # noise is packed in half the time, and no worse
 
 
@@ -135,20 +127,6 @@ def _heights(image: Array, spacing: Sequence[float]) -> list[float]:
     return [min(max(scale * size, LEAST_HEIGHT), MOST_HEIGHT) for size in (height, height, depth)]
 
 
-def _cut(
-    image: Array,
-    layers: Mapping[str, Array],
-    spacing: Sequence[float],
-    axis: int,
-    index: int,
-    labels_of: Sequence[Sequence[int]],
-) -> Slice:
-    """Return the plane across an axis at a voxel."""
-    right, up = _axes_of(axis)
-    maps = {name: np.take(volume, index, axis).T for name, volume in layers.items()}
-    return Slice(np.take(image, index, axis).T, maps, (spacing[right], spacing[up]), labels_of)
-
-
 def _axes_of(plane: int) -> list[int]:
     """Return the axes that a plane shows to the right and upwards."""
     return [axis for axis in range(3) if axis != plane]
@@ -159,22 +137,15 @@ def _legend(layers: Mapping[str, Array], class_names: Sequence[str]) -> list[Any
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    palette = colours(len(class_names) - 1)
-    handles: list[Any] = []
-    for colour, name in zip(palette, class_names[1:], strict=True):
-        handles.append(Patch(color=colour, label=short_name(name)))
-    for name, style in STYLES.items():
-        handles.append(Line2D([], [], color=DARK, linestyle=style, label=name))
+    named = zip(colours(len(class_names) - 1), class_names[1:], strict=True)
+    handles: list[Any] = [Patch(color=colour, label=short_name(name)) for colour, name in named]
+    handles += [Line2D([], [], color=DARK, linestyle=style, label=name) for name, style in STYLES.items()]
     for name, colour in ERRORS.items():
         if name != WRONG_CLASS or len(class_names) > 2:
             handles.append(Patch(color=colour, label=name))
     if any((labels == IGNORE).any() for labels in layers.values()):
         handles.append(Patch(color=DARK, label="unlabelled"))
     return handles
-
-
-def _draw_nothing(axes: "Axes", plane: Slice) -> None:
-    """Leave the image as it is."""
 
 
 def _draw_learned(axes: "Axes", plane: Slice) -> None:
@@ -194,22 +165,13 @@ def _draw_outlines(axes: "Axes", plane: Slice) -> None:
     for name, style in STYLES.items():
         for colour, mask in zip(plane.colours, plane.masks(plane.maps[name]), strict=True):
             if mask.any():
-                axes.contour(
-                    x,
-                    y,
-                    np.pad(mask, 1),
-                    [0.5],
-                    colors=[colour],
-                    linewidths=1.3,
-                    linestyles=[style],
-                )
+                axes.contour(x, y, np.pad(mask, 1), [0.5], colors=[colour], linewidths=1.3, linestyles=[style])
     left, most_right, bottom, top = plane.extent
     axes.set(xlim=(left, most_right), ylim=(bottom, top))
 
 
 def _draw_errors(axes: "Axes", plane: Slice) -> None:
-    truth = plane.maps["truth"]
-    prediction = plane.maps["prediction"]
+    truth, prediction = plane.maps["truth"], plane.maps["prediction"]
     is_known = truth != IGNORE
     is_wrong = is_known & (truth != prediction)
     masks = {
@@ -222,7 +184,6 @@ def _draw_errors(axes: "Axes", plane: Slice) -> None:
 
 
 DRAWN: dict[str, Callable[["Axes", Slice], None]] = {
-    "image": _draw_nothing,
     "learned": _draw_learned,
     "truth and prediction": _draw_outlines,
     "errors": _draw_errors,
@@ -244,21 +205,10 @@ def _name_plane(axes: "Axes", axis: int, index: int) -> None:
     """Write beside a plane which it is, and on it which way its axes point."""
     axes.set_ylabel(f"{PLANES[axis]}\n{'xyz'[axis]} = {index}", rotation=0, ha="right", va="center")
     shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}  # legible on any grey
+    text: dict[str, Any] = {"color": "white", "fontsize": 9, "ha": "center", "va": "center", "bbox": shade}
     right, up = _axes_of(axis)
-    places = ((DIRECTIONS[right], (1, 0.5), (-10, 0)), (DIRECTIONS[up], (0.5, 1), (0, -10)))
-    for letter, edge, inwards in places:
-        axes.annotate(
-            letter,
-            edge,
-            inwards,
-            "axes fraction",
-            "offset points",
-            color="white",
-            fontsize=9,
-            ha="center",
-            va="center",
-            bbox=shade,
-        )
+    for letter, edge, inwards in ((DIRECTIONS[right], (1, 0.5), (-10, 0)), (DIRECTIONS[up], (0.5, 1), (0, -10))):
+        axes.annotate(letter, edge, inwards, "axes fraction", "offset points", **text)
 
 
 def centre(mask: NDArray[np.bool_]) -> list[int]:
@@ -274,3 +224,31 @@ def centre(mask: NDArray[np.bool_]) -> list[int]:
         counts = mask.sum(axis=(right, up)).cumsum()
         middle.append(int(np.searchsorted(counts, counts[-1] / 2)))
     return middle
+
+
+def score_plot(dice: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw the Dice of the cases, a point each, by class; of eight cases and more with a box between the quartiles.
+
+    The axis begins at a tenth below the lowest.
+    """
+    figure = blank(max(4.8, 0.55 * len(dice) + 2.0), 3.6)
+    axes = figure.subplots()
+    thin: dict[str, Any] = {"color": DARK, "linewidth": 1.1}
+    box: dict[str, Any] = {"boxprops": thin, "whiskerprops": thin, "capprops": thin, "showfliers": False, "widths": 0.5}
+    point: dict[str, Any] = {"mec": "black", "mew": 0.4, "ms": 4, "alpha": 0.8, "zorder": 3}
+    for place, (values, colour) in enumerate(zip(dice.values(), colours(len(dice)), strict=True)):
+        ordered = np.sort(np.array(values, float))
+        aside = 0.16 * (np.arange(len(ordered)) * 0.618 % 1 - 0.5)  # equal values lie beside each other
+        axes.plot(place + aside, ordered, "o", color=colour, **point)
+        if len(ordered) >= CASES_OF_A_BOX:
+            axes.boxplot([ordered], positions=[place], medianprops=thin | {"linewidth": 2.2}, **box)
+    names = [short_name(name) for name in dice]
+    longest = max(map(len, names), default=0)
+    axes.set_xticks(range(len(dice)), names, rotation=90 if longest * len(names) > LETTERS_ABREAST else 0)
+    lowest = min((value for values in dice.values() for value in values), default=0.0)
+    bottom = max(0.0, np.floor(10 * lowest - 0.5) / 10)
+    axes.set(
+        xlim=(-0.6, len(dice) - 0.4), ylim=(bottom - 0.02, 1.02), ylabel="Dice", title="Dice of each held-out case"
+    )
+    panel(axes, "y")
+    save_picture(figure, path)

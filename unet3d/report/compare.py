@@ -4,46 +4,38 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any
 
 from unet3d.base.errors import escaped
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib
 from unet3d.config.schema import Config, options_with
-from unet3d.report import differences, folds
-from unet3d.report.compared_runs import FOLD, ComparedRun, ending, find_runs, read_runs
-from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title
+from unet3d.report import compared_runs, folds
+from unet3d.report.compared_runs import FOLD, ComparedRun, ending, label, method_columns, read_runs, short
+from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title, folds_plot
 from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.page import read_picture, render
 from unet3d.report.plots import plain, remove_picture
-from unet3d.report.score_plots import folds_plot
 
 STATUS_LETTERS = 110
 
 
-class Column(NamedTuple):
-    """A number of a run in tables for people: its heading and its format."""
-
-    heading: str
-    text: Callable[[Any], str]
-
-
-COLUMNS = {
-    "status": Column("status", ending),  # why a run failed is below the table
-    "peak_predicted_bytes": Column("peak, predicted (MiB)", mib),
-    "peak_measured_bytes": Column("peak, measured (MiB)", mib),
-    "error_bytes": Column("error (bytes)", "{:,}".format),
-    "step_median_s": Column("step (s)", "{:.3g}".format),
-    "plan_tensors": Column("peak, planned (MiB)", mib),
-    "plan_tensors_error": Column("error of the plan", "{:+.1%}".format),
-    "plan_reserved": Column("reserved, planned (MiB)", mib),
-    "plan_reserved_error": Column("error of the plan", "{:+.1%}".format),
-    "plan_step": Column("step, planned (s)", "{:.3g}".format),
-    "plan_step_error": Column("error of the plan", "{:+.1%}".format),
-    "labelled_share": Column("labelled voxels", "{:.1%}".format),
-    "dice_mean": Column("Dice", "{:.3f}".format),  # `dice_title` says on which grid
-    "parameters": Column("parameters", "{:,}".format),
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of tables for people: the heading of a number, its format
+    "status": ("status", ending),  # why a run failed is below the table
+    "peak_predicted_bytes": ("peak, predicted (MiB)", mib),
+    "peak_measured_bytes": ("peak, measured (MiB)", mib),
+    "error_bytes": ("error (bytes)", "{:,}".format),
+    "step_median_s": ("step (s)", "{:.3g}".format),
+    "plan_tensors": ("peak, planned (MiB)", mib),
+    "plan_tensors_error": ("error of the plan", "{:+.1%}".format),
+    "plan_reserved": ("reserved, planned (MiB)", mib),
+    "plan_reserved_error": ("error of the plan", "{:+.1%}".format),
+    "plan_step": ("step, planned (s)", "{:.3g}".format),
+    "plan_step_error": ("error of the plan", "{:+.1%}".format),
+    "labelled_share": ("labelled voxels", "{:.1%}".format),
+    "dice_mean": ("Dice", "{:.3f}".format),  # `dice_title` says on which grid
+    "parameters": ("parameters", "{:,}".format),
 }
 ABOUT = (
     "Peak: the most bytes held at once in a step, in MiB (2^20 bytes). Error: predicted minus measured, of tensors, on "
@@ -55,7 +47,7 @@ ABOUT = (
 
 def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
     """Print the runs, or the children of sweeps, side by side; with `out`, write the files there. Raises UserError."""
-    rows = read_runs(find_runs(paths))
+    rows = read_runs(compared_runs.find_runs(paths))
     print_comparison(rows)
     if out is not None:
         print(escaped(write_comparison(rows, out)))
@@ -68,8 +60,8 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     path = write_comparison(rows, folder)
     config = next(iter(jobs.values()))
     rows = folds.methods(rows)
-    if config.wandb.private:
-        rows = [_without_paths(row) for row in rows]
+    if config.wandb.private:  # the last part of a path is no path any more, but often a patient's name
+        rows = [replace(row, settings=_without_paths(row.settings)) for row in rows]
     loggers = Loggers(wandb_loggers(config, folder))
     loggers.table("compare", *numbers_table(rows))
     loggers.close(0)
@@ -78,26 +70,26 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     print(f"compared: {escaped(path)}")
 
 
-def _without_paths(row: ComparedRun) -> ComparedRun:
-    """Return a row without its paths: the last part of one is no path any more, but often a patient's name."""
-    settings = {key: value for key, value in row.settings.items() if key not in options_with("private")}
-    return replace(row, settings=settings)
+def _without_paths(settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in settings.items() if key not in options_with("private")}
 
 
-def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None = None) -> Table:
+def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None = None, labelled: bool = False) -> Table:
     """Return the settings that differ and the results, in units for people; "" if a run has no such number.
 
-    `fields` are the numbers to show; None: all that any run has.
+    `fields` are the numbers to show; None: all that any run has. `labelled`: with all settings in the first cell, which
+    is wrapped, so that no numbers of a page are cut off.
     """
-    keys = differences.method_columns(rows)
-    if fields is None:
-        fields = _known(rows)
+    keys = method_columns(rows)
+    fields = _known(rows) if fields is None else fields
     cells = []
     for row in rows:
-        settings = [row.settings.get(key, "") for key in keys]
-        cells.append([row.name, *settings, *(_number(row, field) for field in fields)])
-    headings = [_heading(rows, field) for field in fields]
-    return Table(["run", *differences.short(keys), *headings], cells)
+        first = [label(row, keys)] if labelled else [row.name, *(row.settings.get(key, "") for key in keys)]
+        cells.append([*first, *(_number(row, field) for field in fields)])
+    headings = [COLUMNS[field][0] for field in fields]
+    if "dice_mean" in fields:
+        headings[list(fields).index("dice_mean")] = dice_title(row.numbers.get("dice_grid") for row in rows)
+    return Table(["run", *([] if labelled else short(keys)), *headings], cells)
 
 
 def _known(rows: Sequence[ComparedRun]) -> list[str]:
@@ -121,22 +113,16 @@ def _telling(rows: Sequence[ComparedRun]) -> list[str]:
     return [field for field in _known(rows) if field not in left_out]
 
 
-def _heading(rows: Sequence[ComparedRun], field: str) -> str:
-    if field == "dice_mean":
-        return dice_title(row.numbers.get("dice_grid") for row in rows)
-    return COLUMNS[field].heading
-
-
 def _number(row: ComparedRun, field: str) -> str:
     value = row.numbers.get(field)
     if field == "dice_mean" and row.folds:
         return folds.spread("dice", value, row.numbers["dice_sd"])
-    return "" if value is None else COLUMNS[field].text(value)
+    return "" if value is None else COLUMNS[field][1](value)
 
 
 def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any]]]:
     """Return the comparison for programs: headings with their units, and plain values; None for a missing number."""
-    keys = differences.setting_columns(rows)
+    keys = compared_runs.setting_columns(rows)
     names = list(dict.fromkeys(name for row in rows for name in row.numbers))  # of a cross-validation more
     cells = []
     for row in rows:
@@ -149,8 +135,8 @@ def folds_table(rows: Sequence[ComparedRun]) -> Table | None:
     """Return the scores of the methods that were cross-validated; None without any, as where runs only predict."""
     if not any(row.folds and row.scores for row in rows):
         return None
-    keys = differences.method_columns(rows)
-    return folds.table(rows, keys, differences.short(keys))
+    keys = method_columns(rows)
+    return folds.table(rows, keys, short(keys))
 
 
 def print_comparison(runs: Sequence[ComparedRun]) -> None:
@@ -195,8 +181,8 @@ def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
     rows = folds.methods(runs)  # one has several folds, all the same as another's
     held_out = {row.name: row.settings.get(FOLD) for row in rows}
     scored = {row.name: row.scored for row in rows}
-    of_folds = differences.unlike({FOLD: held_out}) or differences.unlike({"folds scored": scored})
-    return [*of_folds, *differences.mismatches(runs, [FOLD])]
+    of_folds = compared_runs.unlike({FOLD: held_out}) or compared_runs.unlike({"folds scored": scored})
+    return [*of_folds, *compared_runs.mismatches(runs, [FOLD])]
 
 
 def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
@@ -213,17 +199,14 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
 def _write_folds(runs: Sequence[ComparedRun], folder: Path) -> None:
     """Write one row per run of cross-validations, whose rows in compare.csv are of several, and draw their scores."""
     rows = folds.methods(runs)
-    keys = differences.method_columns(rows)
+    keys = method_columns(rows)
     (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison
     remove_picture(folder / "folds.png")
     if any(row.folds for row in rows):
         write_csv(folder / "folds.csv", *numbers_table(runs))
-    scored = []
-    for row in rows:
-        if row.folds and row.numbers["dice_mean"] is not None:
-            scored.append((differences.label(row, keys), folds.scores(row, "dice")))
+    scored = [row for row in rows if row.folds and row.numbers["dice_mean"] is not None]
     if scored:
-        folds_plot(scored, folder / "folds.png")
+        folds_plot([(label(row, keys), folds.scores(row, "dice")) for row in scored], folder / "folds.png")
 
 
 def _draw_peaks(runs: Sequence[ComparedRun], path: Path) -> None:
@@ -234,7 +217,7 @@ def _draw_peaks(runs: Sequence[ComparedRun], path: Path) -> None:
         runs_with_peak = [run for run in runs if run.basis is not None]
     if not runs_with_peak:
         return
-    keys = differences.method_columns(folds.methods(runs))
+    keys = method_columns(folds.methods(runs))
     plotted = [_plotted(row, keys) for row in folds.methods(runs_with_peak)]
     names = [line.partition(":")[0] for line in not_comparable(runs_with_peak)]
     remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
@@ -246,7 +229,7 @@ def _plotted(row: ComparedRun, keys: Sequence[str]) -> PlottedRun:
     numbers = row.numbers if row.basis == "measured" else {}
     kind = [part for part in (row.basis, row.numbers["measured_kind"]) if part]
     return PlottedRun(
-        label=differences.label(row, keys),
+        label=label(row, keys),
         kind=plain(", ".join(kind)),
         peak_bytes=row.numbers[f"peak_{row.basis}_bytes"],
         step_s=numbers.get("step_median_s"),
@@ -259,8 +242,8 @@ def _plotted(row: ComparedRun, keys: Sequence[str]) -> PlottedRun:
 def _draw_curves(rows: Sequence[ComparedRun], path: Path) -> None:
     """Draw loss and Dice by step of the runs that have any, one over the other."""
     remove_picture(path)
-    keys = differences.method_columns(rows)
-    curves = {differences.label(row, keys): row.curves for row in rows if row.curves}
+    keys = method_columns(rows)
+    curves = {label(row, keys): row.curves for row in rows if row.curves}
     if curves:
         curves_plot(curves, path)
 
@@ -272,7 +255,7 @@ def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
         "compare.html",
         title=_title(runs),
         about=ABOUT,
-        runs=_labelled_table(rows),
+        runs=comparison_table(rows, labelled=True),
         failures=_failures(runs),
         folds=by_folds,
         folds_title=folds.TITLE,
@@ -288,18 +271,10 @@ def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
     )
 
 
-def _labelled_table(rows: Sequence[ComparedRun]) -> Table:
-    """Return the comparison with all settings in the first cell, which is wrapped: else numbers are cut off."""
-    keys = differences.method_columns(rows)
-    table = comparison_table(rows)
-    first = 1 + len(keys)
-    cells = [[differences.label(row, keys), *line[first:]] for row, line in zip(rows, table.rows, strict=True)]
-    return Table(["run", *table.columns[first:]], cells)
-
-
 def _differences(rows: Sequence[ComparedRun]) -> Table:
     """Return one row per option that differs, with the runs of each value."""
-    cells = []
-    for key in differences.differing(rows):
-        cells.append([key, differences.sides({row.name: row.settings.get(key) for row in rows})])
+    cells = [
+        [key, compared_runs.sides({row.name: row.settings.get(key) for row in rows})]
+        for key in compared_runs.differing(rows)
+    ]
     return Table(["option", "values"], cells)

@@ -1,4 +1,4 @@
-"""Runs as the rows of a comparison: found in folders, and read into settings, numbers and scores."""
+"""Runs as the rows of a comparison: read from folders; which options tell them apart, and which forbid to compare."""
 
 import os
 import re
@@ -10,16 +10,18 @@ from typing import Any
 
 from unet3d.base.errors import UserError
 from unet3d.config import compose
+from unet3d.config.schema import options_with
 from unet3d.report.comparison_plots import OVERLAID
 from unet3d.report.plots import Curve, curve
-from unet3d.report.receipt import compared_numbers
-from unet3d.run.memory_file import KINDS
-from unet3d.run.record import RunRecord, read_run
-from unet3d.run.shapes import as_number
+from unet3d.report.summary import compared_numbers
+from unet3d.run.record import RunRecord, numbers_of, read_run
+from unet3d.run.run_folder import KINDS
 from unet3d.training.metrics import mean_of
 
 RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
 FOLD = "data.fold"
+MOST_NAMES = 6  # of runs with one value: of more, their number
+SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 def compared(name: str, run: RunRecord) -> ComparedRun:
     """Return a run as a row of a comparison."""
-    curves = {}
-    for key in OVERLAID:
-        points = curve(run.records, key)
-        if points is not None:
-            curves[key] = points
+    curves = {key: curve(run.records, key) for key in OVERLAID}
     words = run.overrides or []
     return ComparedRun(
         name=name,
@@ -100,7 +98,7 @@ def compared(name: str, run: RunRecord) -> ComparedRun:
         is_whole=bool(run.settings),
         environment=run.environment,
         numbers=_numbers(run),
-        curves=curves,
+        curves={key: points for key, points in curves.items() if points is not None},
         named=frozenset(word.partition("=")[0].lstrip("+~") for word in words),
         scores=run.scores,
         folder=run.path,
@@ -161,9 +159,9 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
 
 def _dice_grid(run: RunRecord) -> str | None:
     """Return "files" or "network", the grid of the mean Dice; None without a Dice, or where both are one grid."""
-    if run.dice_mean is None or not (run.has_own_grids or run.spacing):
+    if run.dice_mean is None:
         return None
-    return "files" if run.has_own_grids else "network"
+    return "files" if run.has_own_grids else "network" if run.spacing else None
 
 
 def _distances(run: RunRecord) -> dict[str, Any]:
@@ -171,7 +169,7 @@ def _distances(run: RunRecord) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for key in run.scores[0] if run.scores else ():
         if str(key).startswith("hd95_mm/"):
-            known = [value for value in (as_number(row.get(key)) for row in run.scores) if value is not None]
+            known = numbers_of(run.scores, key)
             numbers[key] = mean_of(known)
             numbers[key.replace("hd95_mm", "hd95_mm_cases", 1)] = len(known)
     return numbers
@@ -197,3 +195,99 @@ def ending(status: str) -> str:
     if status[:1].isdecimal():
         return status
     return status.partition(" ")[0].rstrip(":")
+
+
+def differing(rows: Sequence[ComparedRun]) -> list[str]:
+    """Return the settings that differ. Missing settings are ignored, unless no run has its whole config."""
+    some_are_whole = any(row.is_whole for row in rows)
+    keys = dict.fromkeys(key for row in rows for key in row.settings)
+    names = []
+    for key in keys:
+        values = [row.settings[key] for row in rows if key in row.settings]
+        is_missing = len(values) < len(rows) and not some_are_whole
+        if len(set(values)) > 1 or is_missing:
+            names.append(key)
+    return names
+
+
+def setting_columns(rows: Sequence[ComparedRun]) -> list[str]:
+    """Return the settings that differ, without options that follow from a name.
+
+    From model=unet follows model.features, from an experiment any option that no command line sets.
+    """
+    keys = differing(rows)
+    groups = [key for key in keys if "." not in key and all(key in row.settings for row in rows)]
+    return [key for key in keys if not any(_follows(key, group, rows) for group in groups)]
+
+
+def _follows(key: str, group: str, rows: Sequence[ComparedRun]) -> bool:
+    """Return whether the name chosen in a group determines an option in all runs."""
+    names = {row.settings[group] for row in rows}
+    is_of_group = key.startswith(f"{group}.")
+    if group == "experiment" and key != group:
+        is_set = any(key in row.named for row in rows)
+        is_of_group = is_of_group or not (is_set or names & {"null", "None"})
+    if not is_of_group:
+        return False
+    pairs = {(row.settings[group], row.settings.get(key)) for row in rows}
+    return len(pairs) == len(names)
+
+
+def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
+    """Return the settings that differ without those of no method, where the others tell as many runs apart."""
+    keys = setting_columns(rows)
+    untold = options_with("untold")
+    kept = [key for key in keys if untold.get(key) in (None, "speed")]
+
+    def kinds(of: Sequence[str]) -> int:
+        return len({tuple(row.settings.get(key) for key in of) for row in rows})
+
+    return kept if kinds(kept) == kinds(keys) else keys
+
+
+def short(keys: Sequence[str]) -> list[str]:
+    """Return the last word of each key, data.patch -> patch; the whole key if another one ends in the same word."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
+
+
+def label(row: ComparedRun, keys: Sequence[str]) -> str:
+    """Return a run's name and its settings among `keys`: `0: model=unet amp=true`."""
+    pairs = zip(keys, short(keys), strict=True)
+    settings = [f"{word}={row.settings[key]}" for key, word in pairs if key in row.settings]
+    return f"{row.name}: {' '.join(settings)}" if settings else row.name
+
+
+def mismatches(rows: Sequence[ComparedRun], varied: Sequence[str] = ()) -> list[str]:
+    """Return one line per difference that makes the runs not comparable; an experiment varies `varied` on purpose."""
+    options = [key for key in options_with("same") if key not in varied]
+    by_key: dict[str, dict[str, Any]] = {key: {row.name: row.settings.get(key) for row in rows} for key in options}
+    by_key |= {key: {row.name: row.environment.get(key) for row in rows} for key in SAME_MACHINE}
+    if len({row.settings.get("steps") for row in rows}) == 1:
+        by_key["steps done"] = {row.name: row.numbers["steps_done"] for row in rows}
+    by_key["grid of the Dice"] = {row.name: row.numbers.get("dice_grid") for row in rows}
+    by_key["peak"] = {row.name: row.basis for row in rows}
+    by_key["kind of measured peak"] = {row.name: row.numbers["measured_kind"] for row in rows}
+    return unlike(by_key)
+
+
+def unlike(by_key: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return one line per key whose values, {run: value}, differ between runs."""
+    return [f"{key}: {sides(values)}" for key, values in by_key.items() if len(set(values.values()) - {None}) > 1]
+
+
+def sides(values: Mapping[str, Any]) -> str:
+    """Return which runs have which value, `4 (runs 0, 1), 8 (run 2)`, without the value None."""
+    runs: dict[Any, list[str]] = {}
+    for name, value in values.items():
+        if value is not None:
+            runs.setdefault(value, []).append(name)
+    return ", ".join(f"{value} ({_run_names(names)})" for value, names in runs.items())
+
+
+def _run_names(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"run {names[0]}"
+    if len(names) > MOST_NAMES:
+        return f"{len(names)} runs"
+    return f"runs {', '.join(names)}"

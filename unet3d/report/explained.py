@@ -8,7 +8,7 @@ from unet3d.memory import tables
 from unet3d.memory.profile import Explanation
 from unet3d.report import memory_plots, report
 from unet3d.run.record import read_run
-from unet3d.run.shapes import MOST_ITEMS
+from unet3d.run.run_folder import MOST_ITEMS
 
 
 def draw_layers(explanation: Explanation, path: str | Path) -> Path:

@@ -1,21 +1,24 @@
-"""All out-of-fold cases of cross-validations in one table: for the terminal, and as Markdown, CSV and LaTeX."""
+"""All out-of-fold cases of cross-validations in one table: for the terminal, and as Markdown, CSV and LaTeX.
 
-from collections.abc import Mapping, Sequence
+With a paired test between two cross-validations of the same cases: Wilcoxon's signed-rank test, by SciPy.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
+from statistics import fmean, median
 from typing import NamedTuple
 
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table
-from unet3d.report import folds, paired
-from unet3d.report.case_scores import METRICS, ranked, shown
-from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs
-from unet3d.report.differences import setting_columns, short
-from unet3d.report.folds import MEAN, MEAN_OF_CLASSES, Score, scores_by_case, spread
-from unet3d.report.markup import as_latex, as_markdown
-from unet3d.report.paired import PairedTest
-from unet3d.run.shapes import as_number
+from unet3d.report import folds
+from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs, setting_columns, short
+from unet3d.report.folds import MEAN, scores_by_case, spread
+from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, Score, ranked, shown
+from unet3d.run.run_folder import as_number
 from unet3d.training.metrics import NOTE_KEY
 
 WORST = 5  # cases by name
@@ -24,6 +27,35 @@ NOTE = (
     "its file. Mean of classes: the mean of the classes' means; its SD is that of the cases' means. In brackets: how "
     "many cases have the score, where not all have."
 )
+TESTED = ("dice", "hd95_mm")  # IoU ranks the cases as Dice does
+TEST_HEADS = (
+    *("score", "class", "pairs", "that differ", "first", "second", "mean difference", "median difference"),
+    *("W+", "p", "effect"),
+)
+TEST_NOTE = (
+    "Wilcoxon signed-rank test of second minus first, two-sided (scipy.stats.wilcoxon): pairs are out-of-fold cases "
+    "that both methods have scored; pairs without a difference are left out of ranks. W+: the sum of ranks in favour "
+    "of higher values of the second. Effect: matched-pairs rank-biserial correlation, 1 where the second is higher in "
+    "each pair that differs, -1 where it is lower. p is not corrected for the number of rows. Cases of one fold share "
+    "a network, so that the test is of these trainings, not of others."
+)
+IN_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r" $\pm$ ",
+}
+IN_MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")
+Titled = Sequence[tuple[str, Table]]
 
 
 class Method(NamedTuple):
@@ -49,11 +81,8 @@ def read_methods(paths: Sequence[Path]) -> list[Method]:
     keys = setting_columns(rows)
     methods = []
     for number, row in enumerate(rows, start=1):
-        settings = []
-        for key, word in zip(keys, short(keys), strict=True):
-            settings.append(f"{word}={row.settings.get(key, '')}")
-        name = " ".join(settings) or f"method {number}"
-        methods.append(Method(name, row))
+        settings = [f"{word}={row.settings.get(key, '')}" for key, word in zip(keys, short(keys), strict=True)]
+        methods.append(Method(" ".join(settings) or f"method {number}", row))
     return methods
 
 
@@ -134,12 +163,9 @@ def numbers_table(methods: Sequence[Method]) -> tuple[list[str], list[list[objec
             of_cases = scores_by_case(method.row, metric)
             for name, score in folds.scores(method.row, metric).items():
                 values = of_cases[name]
-                lowest, *_ = _by_value(values)
-                *_, highest = _by_value(values)
-                row: list[object] = [method.name, name or MEAN_OF_CLASSES, metric, len(values)]
-                row += [score.pooled, score.pooled_sd]
-                row += [values[lowest], lowest, values[highest], highest]
-                rows.append(row)
+                ordered = _by_value(values)
+                row = [method.name, name or MEAN_OF_CLASSES, metric, len(values), score.pooled, score.pooled_sd]
+                rows.append([*row, values[ordered[0]], ordered[0], values[ordered[-1]], ordered[-1]])
     return head, rows
 
 
@@ -158,13 +184,82 @@ def cases_table(methods: Sequence[Method]) -> tuple[list[str], list[list[object]
     return ["method", "fold", "case", *keys], rows
 
 
-def paired_tests(methods: Sequence[Method]) -> list[tuple[str, list[PairedTest]]]:
+class PairedTest(NamedTuple):
+    """The difference of two methods in one score of one class, second minus first."""
+
+    metric: str
+    name: str  # of the class; MEAN for the mean of classes
+    pairs: int
+    differing: int
+    first: float  # mean over the pairs
+    second: float
+    mean_difference: float
+    median_difference: float
+    rank_sum: float | None  # of positive differences; None where no pair differs
+    p: float | None
+    effect: float | None
+
+
+def paired_tests(first: ComparedRun, second: ComparedRun) -> list[PairedTest]:
+    """Return a test of each score and class that both methods have, of cases that both have scored."""
+    tests = []
+    for metric in TESTED:
+        of_second = scores_by_case(second, metric)
+        for name, scores in scores_by_case(first, metric).items():
+            if scores.keys() & of_second.get(name, {}).keys():
+                tests.append(_test(metric, name, scores, of_second[name]))
+    return tests
+
+
+def _test(metric: str, name: str, first: Mapping[str, float], second: Mapping[str, float]) -> PairedTest:
+    """Return the test of scores by case, of which some are common."""
+    cases = sorted(first.keys() & second.keys())
+    differences = [second[case] - first[case] for case in cases]
+    differing = [difference for difference in differences if difference]
+    rank_sum = p = effect = None
+    if differing:
+        from scipy.stats import wilcoxon
+
+        rank_sum = float(wilcoxon(differing, alternative="greater").statistic)
+        p = float(wilcoxon(differing).pvalue)
+        all_ranks = len(differing) * (len(differing) + 1) / 2
+        effect = 2 * rank_sum / all_ranks - 1
+    return PairedTest(
+        metric,
+        name,
+        pairs=len(cases),
+        differing=len(differing),
+        first=fmean(first[case] for case in cases),
+        second=fmean(second[case] for case in cases),
+        mean_difference=fmean(differences),
+        median_difference=median(differences),
+        rank_sum=rank_sum,
+        p=p if p is not None and isfinite(p) else None,
+        effect=effect,
+    )
+
+
+def paired_table(tests: Sequence[PairedTest]) -> Table:
+    """Return the tests as text."""
+    rows = []
+    for test in tests:
+        values = (test.first, test.second, test.mean_difference, test.median_difference)
+        row = [METRICS[test.metric][0], test.name or MEAN_OF_CLASSES, str(test.pairs), str(test.differing)]
+        row += [shown(test.metric, value) for value in values]
+        row.append("" if test.rank_sum is None else f"{test.rank_sum:g}")
+        row.append("" if test.p is None else f"{test.p:.2g}")
+        row.append("" if test.effect is None else f"{test.effect:.2f}")
+        rows.append(row)
+    return Table(list(TEST_HEADS), rows)
+
+
+def titled_tests(methods: Sequence[Method]) -> list[tuple[str, list[PairedTest]]]:
     """Return the tests of each other method against the first, with their titles."""
     first, *others = methods
-    titled = list[tuple[str, list[PairedTest]]]()
+    titled = []
     for second in others:
         title = f"Paired test: {second.name} (second) against {first.name} (first)"
-        titled.append((title, paired.paired_tests(first.row, second.row)))
+        titled.append((title, paired_tests(first.row, second.row)))
     return titled
 
 
@@ -176,12 +271,11 @@ def titled_tables(methods: Sequence[Method]) -> list[tuple[str, Table]]:
         of_method = f", {method.name}" if len(methods) > 1 else ""
         tables.append((f"Cross-validation: {count} out-of-fold cases{of_method}", class_table(method)))
         tables.append((f"Worst cases by mean Dice{of_method}", worst_table(method)))
-    for title, of_pair in paired_tests(methods):
-        tables.append((title, paired.table(of_pair)))
+    tables += [(title, paired_table(of_pair)) for title, of_pair in titled_tests(methods)]
     return tables
 
 
-def print_tables(titled: Sequence[tuple[str, Table]], lines: Sequence[str]) -> None:
+def print_tables(titled: Titled, lines: Sequence[str]) -> None:
     """Print tables, then lines."""
     console = paper(NARROW)
     for title, table in titled:
@@ -190,25 +284,68 @@ def print_tables(titled: Sequence[tuple[str, Table]], lines: Sequence[str]) -> N
         console.print(escaped(line), soft_wrap=True)
 
 
-def write_tables(
-    methods: Sequence[Method],
-    titled: Sequence[tuple[str, Table]],
-    lines: Sequence[str],
-    out: Path,
-) -> Path:
+def write_tables(methods: Sequence[Method], titled: Titled, lines: Sequence[str], out: Path) -> Path:
     """Write cross_validation.md, .csv, .tex, cases.csv, and of several methods paired.csv; return the first's path."""
     out.mkdir(parents=True, exist_ok=True)
     notes = [NOTE, *lines]
     if len(methods) > 1:
-        notes.insert(1, paired.NOTE)
+        notes.insert(1, TEST_NOTE)
     write_text(out / "cross_validation.md", as_markdown(titled, notes))
     write_text(out / "cross_validation.tex", as_latex(titled, notes))
     write_csv(out / "cross_validation.csv", *numbers_table(methods))
     write_csv(out / "cases.csv", *cases_table(methods))
     if len(methods) > 1:
-        head = ["comparison", *paired.HEADS]
-        rows: list[list[object]] = []
-        for title, of_pair in paired_tests(methods):
-            rows += [[title, *row] for row in paired.numbers(of_pair)]
-        write_csv(out / "paired.csv", head, rows)
+        rows = []
+        for title, of_pair in titled_tests(methods):
+            rows += [[title, test.metric, test.name or MEAN_OF_CLASSES, *test[2:]] for test in of_pair]
+        write_csv(out / "paired.csv", ["comparison", *TEST_HEADS], rows)
     return out / "cross_validation.md"
+
+
+def as_markdown(titled: Titled, notes: Sequence[str]) -> str:
+    """Return titled tables, and notes below them, as Markdown."""
+    parts = []
+    for title, table in titled:
+        lines = [f"## {markdown(title)}", ""]
+        lines.append(_row(map(markdown, table.columns)))
+        lines.append(_row(["---", *["---:" for _ in table.columns[1:]]]))
+        lines += [_row(map(markdown, row)) for row in table.rows]
+        parts.append("\n".join(lines))
+    parts += map(markdown, notes)
+    return "\n\n".join(parts) + "\n"
+
+
+def as_latex(titled: Titled, notes: Sequence[str]) -> str:
+    """Return titled tables as LaTeX with booktabs, and notes below them."""
+    parts = ["% \\usepackage{booktabs}"]
+    for title, table in titled:
+        head = " & ".join(map(latex, table.columns))
+        body = [" & ".join(map(latex, row)) for row in table.rows]
+        columns = "l" + "r" * (len(table.columns) - 1)
+        lines = [
+            r"\begin{table}",
+            rf"\caption{{{latex(title)}}}",
+            rf"\begin{{tabular}}{{{columns}}}",
+            rf"\toprule {head} \\ \midrule",
+            *(rf"{row} \\" for row in body),
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+        parts.append("\n".join(lines))
+    parts += map(latex, notes)
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown(text: str) -> str:
+    """Return text that Markdown shows as it is."""
+    return IN_MARKDOWN.sub(r"\\\1", escaped(text))
+
+
+def latex(text: str) -> str:
+    """Return text that LaTeX sets as it is."""
+    return "".join(IN_LATEX.get(letter, letter) for letter in escaped(text))

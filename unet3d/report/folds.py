@@ -1,16 +1,15 @@
 """Cross-validation: runs that differ in the fold that they hold out are one row, with mean and SD over the folds."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
-from statistics import median, stdev
-from typing import Any, NamedTuple
+from statistics import fmean, median, stdev
+from typing import Any
 
 from unet3d.base.types import Table
 from unet3d.config.schema import FACTS, options_with
-from unet3d.report.case_scores import METRICS, MOST_COLUMNS, shown
 from unet3d.report.compared_runs import FOLD, ComparedRun, ending
-from unet3d.run.shapes import as_number
+from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, MOST_COLUMNS, Score, by_class, shown
 from unet3d.training.metrics import mean_of
 
 TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"
@@ -19,19 +18,6 @@ NOTE = (
     "classes: mean of the classes' means; its pooled SD is that of the cases' means."
 )
 MEAN = ""  # among the classes: the mean of all
-MEAN_OF_CLASSES = "mean of classes"
-Cells = Mapping[str, str]  # a row of scores.csv
-
-
-class Score(NamedTuple):
-    """A class's score of one method; None where it has no score."""
-
-    folds: tuple[float | None, ...]  # the mean of the cases of each fold
-    cases: tuple[float, ...]  # of all folds, pooled
-    mean: float | None  # of the folds
-    sd: float | None
-    pooled: float | None
-    pooled_sd: float | None
 
 
 def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
@@ -129,9 +115,7 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
         values = known(key)
         return values[0] if len(set(values)) == 1 else None
 
-    by_class = scores(row, "dice")
-    nothing = Score((), (), None, None, None, None)
-    every = by_class.get(MEAN, nothing)
+    every = scores(row, "dice").get(MEAN, _score((), ()))
     seconds = known("step_median_s")
     numbers = {
         "status": _status(row),
@@ -150,8 +134,9 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
         "dice_pooled_sd": every.pooled_sd,
         "folds": row.scored,
         "cases": len(row.scores),
-        **_of_plans(row),
     }
+    of_plans = dict.fromkeys(key for run in row.folds for key in run.numbers if key.startswith("plan_") and known(key))
+    numbers |= {key: max(known(key), key=abs) for key in of_plans}
     for metric in METRICS:
         for name, score in scores(row, metric).items():
             if name == MEAN:
@@ -165,94 +150,53 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
     return numbers
 
 
-def _of_plans(row: ComparedRun) -> dict[str, float]:
-    """Return, of the numbers of the folds' plans, the one that is farthest from 0; {} without a plan."""
-    numbers: dict[str, float] = {}
-    for run in row.folds:
-        for key, value in run.numbers.items():
-            if key.startswith("plan_") and value is not None:
-                numbers[key] = max(numbers.get(key, value), value, key=abs)
-    return numbers
-
-
 def _status(row: ComparedRun) -> str:
     """Return `done`, or how many runs ended how, `2 done, 1 failed`."""
-    kinds = [ending(run.numbers["status"]) for run in row.folds]
-    counts = {kind: kinds.count(kind) for kind in kinds}
+    counts = Counter(ending(run.numbers["status"]) for run in row.folds)
     if len(counts) == 1:
-        return str(kinds[0])
+        return next(iter(counts))
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def scores(row: ComparedRun, metric: str) -> dict[str, Score]:
-    """Return a method's scores by class, the score of MEAN first; {} without any."""
-    folds = [_cells(run.scores, metric) for run in row.folds]
+    """Return a method's scores by class, the score of MEAN first; {} without any.
+
+    The SD of MEAN is of the folds' means, the pooled one of the cases' means.
+    """
+    folds = [[by_class(case, metric) for case in run.scores] for run in row.folds]
     cases = [case for fold in folds for case in fold]
-    names = list(dict.fromkeys(name for case in cases for name in case))
+    names = dict.fromkeys(name for case in cases for name in case)
     if not names:
         return {}
-    by_class = {}
+    found = {}
     for name in names:
         means = [mean_of(case.get(name) for case in fold) for fold in folds]
-        by_class[name] = _score(means, [case[name] for case in cases if name in case])
-    return {MEAN: _mean_of_classes(folds, names, by_class), **by_class}
-
-
-def _mean_of_classes(
-    folds: Sequence[Sequence[Mapping[str, float]]],
-    names: Sequence[str],
-    by_class: Mapping[str, Score],
-) -> Score:
-    """Return the mean of the classes' scores; its SD is of the folds' means, the pooled one of the cases' means."""
-    of_folds = []
-    for fold in folds:
-        of_classes = [mean_of(case.get(name) for case in fold) for name in names]
-        of_folds.append(mean_of(of_classes))
-    of_cases = [mean_of(case.values()) for fold in folds for case in fold]
-    score = _score(of_folds, [mean for mean in of_cases if mean is not None])
-    return score._replace(pooled=mean_of(class_score.pooled for class_score in by_class.values()))
+        found[name] = _score(means, [case[name] for case in cases if name in case])
+    of_folds = [mean_of(score.folds[place] for score in found.values()) for place in range(len(folds))]
+    of_cases = [mean_of(case.values()) for case in cases]
+    mean = _score(of_folds, [value for value in of_cases if value is not None])
+    return {MEAN: mean._replace(pooled=mean_of(score.pooled for score in found.values())), **found}
 
 
 def _score(folds: Sequence[float | None], cases: Sequence[float]) -> Score:
     known = [value for value in folds if value is not None]
-    return Score(
-        folds=tuple(folds),
-        cases=tuple(cases),
-        mean=mean_of(known),
-        sd=_sd(known),
-        pooled=mean_of(cases),
-        pooled_sd=_sd(cases),
-    )
+    return Score(tuple(folds), tuple(cases), mean_of(known), _sd(known), mean_of(cases), _sd(cases))
 
 
 def _sd(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def _cells(cases: Sequence[Cells], metric: str) -> list[dict[str, float]]:
-    """Return the scores of each case by class, without classes that it has not."""
-    by_case = []
-    for case in cases:
-        by_class = {}
-        for key, cell in case.items():
-            kind, _, name = str(key).partition("/")
-            value = as_number(cell)
-            if kind == metric and value is not None and isfinite(value):
-                by_class[name] = value
-        by_case.append(by_class)
-    return by_case
-
-
 def scores_by_case(row: ComparedRun, metric: str) -> dict[str, dict[str, float]]:
     """Return the score of each case that has one, by class and case; of MEAN, the mean of its classes."""
-    by_class: dict[str, dict[str, float]] = {MEAN: {}}
-    for case, cells in zip(row.scores, _cells(row.scores, metric), strict=True):
-        mean = mean_of(cells.values())
-        if mean is not None:
-            by_class[MEAN][case.get("case", "")] = mean
-        for name, value in cells.items():
-            by_class.setdefault(name, {})[case.get("case", "")] = value
-    return by_class if by_class[MEAN] else {}
+    found: dict[str, dict[str, float]] = {MEAN: {}}
+    for case in row.scores:
+        of_classes = by_class(case, metric)
+        if of_classes:
+            of_classes[MEAN] = fmean(of_classes.values())
+        for name, value in of_classes.items():
+            found.setdefault(name, {})[case.get("case", "")] = value
+    return found if found[MEAN] else {}
 
 
 def spread(metric: str, mean: float | None, sd: float | None) -> str:
@@ -267,18 +211,16 @@ def spread(metric: str, mean: float | None, sd: float | None) -> str:
 def table(rows: Sequence[ComparedRun], keys: Sequence[str], heads: Sequence[str]) -> Table:
     """Return the Dice of each method, by class; `keys` are the options in which they differ, `heads` their titles."""
     by_method = [(row, scores(row, "dice")) for row in rows if row.folds]
-    names = list(dict.fromkeys(name for _, by_class in by_method for name in by_class))[:MOST_COLUMNS]
+    names = list(dict.fromkeys(name for _, of_classes in by_method for name in of_classes))[:MOST_COLUMNS]
+    nothing = _score((), ())
     body = []
-    for row, by_class in by_method:
-        cells = [row.name]
-        cells += [row.settings.get(key, "") for key in keys]
-        cells += [_fold_count(row), str(len(row.scores))]
-        every = by_class.get(MEAN)
-        cells.append(spread("dice", every.pooled, every.pooled_sd) if every else "")
-        for name in names:
-            score = by_class.get(name)
-            cells.append(spread("dice", score.mean, score.sd) if score else "")
-        body.append(cells)
+    for row, of_classes in by_method:
+        every = of_classes.get(MEAN, nothing)
+        known = [of_classes.get(name, nothing) for name in names]
+        settings = [row.settings.get(key, "") for key in keys]
+        pooled = spread("dice", every.pooled, every.pooled_sd)
+        means = [spread("dice", score.mean, score.sd) for score in known]
+        body.append([row.name, *settings, _fold_count(row), str(len(row.scores)), pooled, *means])
     classes = [name or MEAN_OF_CLASSES for name in names]
     return Table(["run", *heads, "folds", "cases", "pooled", *classes], body)
 

@@ -13,6 +13,7 @@ from unet3d.config.schema import Config
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
 
 Scalar = float | int | str | None
+FAILURES = (Exception, SystemExit)  # of a logger; they end no run, nor does the exit code of a logger that exits
 
 
 class Logger(Protocol):
@@ -22,6 +23,9 @@ class Logger(Protocol):
     """
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None: ...
+
+
+Make = Callable[[Config, Path], Logger]
 
 
 class Loggers:
@@ -59,37 +63,49 @@ class Loggers:
     def _call(self, method: str, *arguments: object) -> None:
         for logger in tuple(self._loggers):
             act = getattr(logger, method, None)
-            if act is None or _succeeds(f"{_name(logger)} failed", act, *arguments):
-                continue
-            self._loggers.remove(logger)
-            with suppress(Exception, SystemExit):  # errors while it closes are ignored
-                logger.close(1)  # type: ignore[attr-defined]
+            try:
+                if act is not None:
+                    act(*arguments)
+            except FAILURES as error:
+                _warn(f"{_name(logger)} failed", error)
+                self._loggers.remove(logger)
+                with suppress(*FAILURES):  # errors while it closes are ignored
+                    logger.close(1)  # type: ignore[attr-defined]
 
 
 def open_loggers(config: Config, folder: Path) -> Loggers:
     """Return the loggers of a run in its folder: metrics.jsonl, and the others of its config that start."""
     from unet3d import build  # loads torch, which reading a report does not need
 
-    loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
-
-    def start(make: Callable[[Config, Path], Logger]) -> None:
-        loggers.append(_checked(make(config, folder)))
-
+    loggers = Loggers([JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)])
+    makers: list[tuple[str, Make]] = []
     if config.tensorboard:
         from unet3d.report.tensorboard_logger import TensorBoardLogger
 
-        _succeeds("TensorBoard does not start", start, TensorBoardLogger)
-    of_user = build.import_all(config)["loggers"]
-    for path, make in zip(config.loggers, of_user, strict=True):
-        _succeeds(f"loggers=[{path}] does not start", start, make)
-    return Loggers(loggers)
+        makers.append(("TensorBoard", TensorBoardLogger))
+    names = (f"loggers=[{path}]" for path in config.loggers)
+    makers += zip(names, build.import_all(config)["loggers"], strict=True)
+    for name, make in makers:
+        for logger in _started(name, make, config, folder):
+            loggers.add(logger)
+    return loggers
 
 
-def _checked(logger: Logger) -> Logger:
-    """Return a logger of the user's own. Raises TypeError where it would get no number."""
-    if not callable(getattr(logger, "scalars", None)):
-        raise TypeError(f"{type(logger).__name__} has no method scalars(values, step)")
-    return logger
+def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
+    """Return wandb's logger; [] if wandb is disabled, or fails to start, which is one line on stderr."""
+    return [] if wandb_mode(config) == "disabled" else _started("wandb", WandbLogger, config, folder)
+
+
+def _started(name: str, make: Make, config: Config, folder: Path) -> list[Logger]:
+    """Return a logger; [] with one line on stderr if it does not start, or would get no number."""
+    try:
+        logger = make(config, folder)
+        if not callable(getattr(logger, "scalars", None)):
+            raise TypeError(f"{type(logger).__name__} has no method scalars(values, step)")
+    except FAILURES as error:
+        _warn(f"{name} does not start", error)
+        return []
+    return [logger]
 
 
 def _name(logger: Logger) -> str:
@@ -100,25 +116,8 @@ def _name(logger: Logger) -> str:
     return f"loggers=[{kind.__module__}:{kind.__qualname__}]"
 
 
-def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
-    """Return wandb's logger; [] if wandb is disabled, or fails to start, which is one line on stderr."""
-    loggers: list[Logger] = []
-    if wandb_mode(config) != "disabled":
-        _succeeds("wandb does not start", lambda: loggers.append(WandbLogger(config, folder)))
-    return loggers
-
-
-def _succeeds(failure: str, act: Callable[..., object], *arguments: object) -> bool:
-    """Call `act`; return whether it raised nothing. A logger's failure is one warning and ends no run.
-
-    Neither does a SystemExit, with which the run would end with the logger's exit code.
-    """
-    try:
-        act(*arguments)
-    except (Exception, SystemExit) as error:
-        warn(f"{failure} ({reason(error)}); the run goes on without it")
-        return False
-    return True
+def _warn(failure: str, error: BaseException) -> None:
+    warn(f"{failure} ({reason(error)}); the run goes on without it")
 
 
 class JsonLines:

@@ -1,6 +1,6 @@
 """Figures of the memory of a step or of several networks, and a ledger's file; every axis of bytes is in MiB."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
@@ -10,7 +10,7 @@ import numpy as np
 
 from unet3d.base.types import MIB, mib
 from unet3d.memory.tables import folded, phase_name
-from unet3d.report.plots import GREY, PALE, Array, blank, colours, open_frame, plain, save_picture
+from unet3d.report.plots import GREY, LETTER, Array, blank, colours, handles_of, panel, plain, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,6 @@ KINDS = {  # category of bytes: its name and colour, from the bottom of a stack 
 MOST_BARS = 60  # layers of a network without levels
 MOST_EVENTS = 5000  # of a step whose areas an SVG draws as shapes, not as pixels
 WIDTH = 9.6  # inches, of a figure
-LETTER = 0.075  # inches, of a letter in 9 points on average, generously
 BAND_COLOURS = ("#F2F2F2", "#FFFFFF")
 
 
@@ -69,7 +68,11 @@ def phase_plot(entry: Entry, path: Path) -> None:
     first = np.array([phases[name].get("first", phases[name]["steady"]) for name in names]) / MIB  # a later, if unknown
     figure = blank(WIDTH, 1.6 + 0.42 * len(names))
     axes = figure.subplots()
-    for part in _phase_stack(entry, names, later):
+    by_phase = entry.get("phase_categories")
+    parts: Iterable[Part] = [Part("later steps", GREY, later, np.zeros(len(names)))]
+    if by_phase:
+        parts = _stack([[by_phase[name][kind] for name in names] for kind in KINDS])
+    for part in parts:
         axes.barh(shown, part.sizes, 0.66, left=part.below, color=part.colour, label=part.name)
     if any("first" in peaks for peaks in phases.values()):
         axes.plot(first, shown, "D", color="black", mec="white", markersize=7, label="first step")
@@ -77,28 +80,14 @@ def phase_plot(entry: Entry, path: Path) -> None:
         text = f"{later[row]:,.1f}"
         if first[row] > later[row]:
             text += f" (first step {first[row]:,.1f})"
-        axes.annotate(
-            text,
-            (max(first[row], later[row]), row),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
+        where = (max(first[row], later[row]), row)
+        axes.annotate(text, where, (8, 0), textcoords="offset points", va="center", fontsize=9)
     room = 1.35 if any(first > later) else 1.12
     highest = max(1 / MIB, *first, *later)
     axes.set(xlim=(0, room * highest), xlabel="peak memory (MiB)", ylabel="phase of the step")
     axes.invert_yaxis()
     axes.set_title(plain(f"Peak memory per phase, {entry['kind']}"))
     finish(figure, path)
-
-
-def _phase_stack(entry: Entry, names: Sequence[str], later: Array) -> Iterator[Part]:
-    by_phase = entry.get("phase_categories")
-    if not by_phase:
-        yield Part("later steps", GREY, later, np.zeros(len(names)))
-        return
-    yield from _stack([[by_phase[name][kind] for name in names] for kind in KINDS])
 
 
 def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path: Path) -> None:
@@ -110,17 +99,10 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
         changes[row_of[row.category], event] = row.change_bytes
     figure = blank(WIDTH, 4.4)
     axes = figure.subplots()
+    is_long = len(rows) > MOST_EVENTS
     for part in _stack(changes.cumsum(axis=1)):
-        axes.fill_between(
-            range(len(part.sizes)),
-            part.below,
-            part.below + part.sizes,
-            step="post",
-            color=part.colour,
-            linewidth=0,
-            label=part.name,
-            rasterized=len(part.sizes) > MOST_EVENTS,
-        )
+        edges = (range(len(part.sizes)), part.below, part.below + part.sizes)
+        axes.fill_between(*edges, step="post", color=part.colour, linewidth=0, label=part.name, rasterized=is_long)
     alive = changes.sum(axis=0).cumsum()
     event = int(alive.argmax())
     peak = alive.max() / MIB
@@ -141,53 +123,29 @@ def _mark_peak(axes: "Axes", event: int, peak: float, rows: Sequence["TimelineRo
     text = f"{peak:,.1f} MiB"
     if event:
         text += f", {rows[event - 1].module}"
-    side = "center"
-    if event < 0.25 * len(rows):
-        side = "left"
-    elif event > 0.75 * len(rows):
-        side = "right"
+    side = "left" if event < 0.25 * len(rows) else "right" if event > 0.75 * len(rows) else "center"
     axes.plot(event, peak, "v", color="black", markersize=5)
     axes.annotate(text, (event, peak), (0, 6), textcoords="offset points", ha=side, fontsize=9)
 
 
 def peak_curves(panels: Sequence[tuple[str, Series]], path: Path) -> None:
     """Draw peak memory against other sizes, a panel each: (title of the axis of x, its series)."""
+    from matplotlib.ticker import MaxNLocator
+
     names = list(dict.fromkeys(name for _, series in panels for name in series))
     palette = dict(zip(names, colours(len(names)), strict=True))
-    width = 3.3 * len(panels) + 0.6
-    figure = blank(max(width, 5), 4)
+    figure = blank(max(3.3 * len(panels) + 0.6, 5), 4)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, series) in zip(grid, panels, strict=True):
         for name, points in series.items():
-            x = [size for size, _ in points]
-            peaks = [peak / MIB for _, peak in points]
-            axes.plot(
-                x,
-                peaks,
-                "o-",
-                color=palette[name],
-                label=name,
-                markersize=5,
-            )
-        _few_ticks(axes, series)
+            peaks = [(size, peak / MIB) for size, peak in points]
+            axes.plot(*zip(*peaks, strict=True), "o-", color=palette[name], label=name, markersize=5)
+        is_whole = all(float(x).is_integer() for points in series.values() for x, _ in points)
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=is_whole, min_n_ticks=1))
         axes.set_xlabel(title)
-        axes.grid(color=PALE)
+        panel(axes, "both")
     grid[0].set(ylim=(0, None), ylabel="peak memory (MiB)")
     finish(figure, path)
-
-
-def _few_ticks(axes: "Axes", series: Series) -> None:
-    """Set at most four ticks, at whole numbers where all points are whole."""
-    from matplotlib.ticker import MaxNLocator
-
-    is_whole = all(float(x).is_integer() for points in series.values() for x, _ in points)
-    locator = MaxNLocator(
-        4,
-        steps=[1, 2, 5, 10],
-        integer=is_whole,
-        min_n_ticks=1,
-    )
-    axes.xaxis.set_major_locator(locator)
 
 
 def layer_plot(entry: Entry, path: Path) -> None:
@@ -222,10 +180,8 @@ def _layer_rows(entry: Entry) -> list[Mapping[str, Any]]:
         return layers
     others = [row for row in entry["layers"] if row["level"] is None]
     if others:
-        other: dict[str, Any] = {"module": "other", "level": None}
-        for key in ("bytes", *KINDS):
-            other[key] = sum(row[key] for row in others)
-        rows.append(other)
+        sums = {key: sum(row[key] for row in others) for key in ("bytes", *KINDS)}
+        rows.append({"module": "other", "level": None, **sums})
     return rows
 
 
@@ -249,16 +205,10 @@ def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> Non
         lines = []
         for part in key.splitlines():
             lines += wrap(part, max(room, 1), break_long_words=False)
-        if lines and max(len(line) for line in lines) <= room:
-            axes.text(
-                (start + end) / 2,
-                0.985,
-                "\n".join(lines),
-                transform=axes.get_xaxis_transform(),
-                ha="center",
-                va="top",
-                fontsize=8,
-            )
+        if lines and max(map(len, lines)) <= room:
+            where = ((start + end) / 2, 0.985)
+            across = axes.get_xaxis_transform()
+            axes.text(*where, "\n".join(lines), transform=across, ha="center", va="top", fontsize=8)
         start = end
 
 
@@ -266,21 +216,13 @@ def finish(figure: "Figure", path: Path) -> None:
     """Add one legend below all axes, in the order of drawing and in as many columns as fit; save."""
     from matplotlib.ticker import ScalarFormatter
 
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[plain(label)] = handle
+    handles = {plain(label): handle for label, handle in handles_of(figure.axes).items()}
     labels = sorted(handles, key=lambda label: getattr(handles[label], "zorder", 0))
-    figure.legend(
-        [handles[label] for label in labels],
-        labels,
-        loc="outside lower center",
-        ncols=_legend_columns(labels, figure.get_figwidth()),
-        frameon=False,
-        fontsize=9,
-    )
+    columns = _legend_columns(labels, figure.get_figwidth())
+    drawn = [handles[label] for label in labels]
+    figure.legend(drawn, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axes in figure.axes:
-        open_frame(axes)
+        panel(axes)
         for axis in (axes.xaxis, axes.yaxis):
             if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not of names
                 axis.set_major_formatter("{x:,.10g}")

@@ -1,10 +1,14 @@
 """Pages from the templates beside this file: everything that they show is escaped. No script, no network."""
 
 import base64
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unet3d.base.errors import escaped
+
+if TYPE_CHECKING:
+    import jinja2
 
 TEMPLATES = Path(__file__).with_name("templates")
 MAX_PICTURE_BYTES = 2**24
@@ -41,15 +45,19 @@ def read_picture(path: Path, about: str) -> Picture | None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a whole page: a template of the folder with these values, without control codes."""
+    """Return a page or a paragraph: a template of the folder with these values, without control codes."""
+    return escaped(_environment().get_template(template).render(values), keep="\n")
+
+
+@cache
+def _environment() -> "jinja2.Environment":
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=jinja2.select_autoescape(["html"]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return escaped(environment.get_template(template).render(values), keep="\n")

@@ -1,12 +1,12 @@
 """What all figures share, PNG and SVG files with nothing that overlaps; and the training curves of a run."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import ceil
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ from unet3d.base import signals
 from unet3d.base.errors import escaped
 from unet3d.base.files import replacing
 from unet3d.run.record import best_of
-from unet3d.run.run_folder import Values
-from unet3d.run.shapes import as_number
+from unet3d.run.run_folder import Values, as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,12 +47,6 @@ SMALL_PANELS = {  # below the loss
 }
 LINES = list(product(("-", "--", ":"), OKABE_ITO[:6]))
 MARKERS = list(product("osD^vP*X", OKABE_ITO[:6]))  # yellow is faint on white
-BESIDE: dict[str, Any] = {  # a legend to the right of the axes
-    "loc": "upper left",
-    "bbox_to_anchor": (1.02, 1.02),
-    "frameon": False,
-    "fontsize": 9,
-}
 
 
 def blank(width: float, height: float) -> "Figure":
@@ -91,15 +84,24 @@ def remove_picture(path: Path) -> None:
     path.with_suffix(".svg").unlink(missing_ok=True)
 
 
-def open_frame(axes: "Axes") -> None:
-    """Leave out the frame's upper and right side."""
+def panel(axes: "Axes", grid: Literal["", "x", "y", "both"] = "") -> None:
+    """Leave out the frame's upper and right side, and draw a pale grid along these axes below all else."""
     axes.spines[["top", "right"]].set_visible(False)
+    if grid:
+        axes.grid(color=PALE, axis=grid)
+        axes.set_axisbelow(True)
 
 
-def grid_below(axes: "Axes", axis: str = "both") -> None:
-    """Draw a pale grid below all else."""
-    axes.grid(color=PALE, axis=axis)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
+def beside(axes: "Axes", handles: Mapping[str, Any]) -> None:
+    """Draw a legend of handles by their labels to the right of the axes."""
+    axes.legend(
+        handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1.02, 1.02), frameon=False, fontsize=9
+    )
+
+
+def handles_of(all_axes: Iterable["Axes"]) -> dict[str, Any]:
+    """Return what a legend names, by label: of equal labels the last."""
+    return {label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
 
 
 def colours(count: int) -> list[Any]:
@@ -137,15 +139,10 @@ def training_curves(records: Sequence[Values], path: Path) -> None:
     """
     names = dict.fromkeys(key for record in records for key in record if key.startswith("val/dice"))
     dice = {name: series(records, name) for name in names}
-    below = {}
-    for key in SMALL_PANELS:
-        if any(key in record for record in records):
-            below[key] = series(records, key)
+    below = {key: series(records, key) for key in SMALL_PANELS if any(key in record for record in records)}
     best = best_of(records).get("step")
     legend_columns = len(dice) // LEGEND_ROWS + 1
-    width = 9.6 if below else 5.0
-    if dice:
-        width = 8.0 + 2.2 * legend_columns
+    width = 8.0 + 2.2 * legend_columns if dice else 9.6 if below else 5.0
     figure = blank(width, 6.0 if below else 3.6)
     ratios = [3, 2] if below else [3]
     rows = figure.subfigures(len(ratios), 1, squeeze=False, height_ratios=ratios)[:, 0]
@@ -167,8 +164,12 @@ def over_steps(axes: "Axes") -> None:
 
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    axes.grid(color=PALE)
-    open_frame(axes)
+    panel(axes, "both")
+
+
+def marker_of(steps: Array, shape: str = "o") -> str:
+    """Return the marker of a curve's points; "" for many."""
+    return shape if len(steps) <= FEW_RECORDS else ""
 
 
 def series(records: Sequence[Values], key: str) -> Curve:
@@ -212,8 +213,7 @@ def scale_axis(axes: "Axes", values: Array) -> None:
 def _draw_steps(axes: "Axes", steps: Array, values: Array, name: str = "") -> None:
     """Draw a value of each step; of many, their running mean before them. Its `name` is for a legend."""
     if len(steps) < MANY_RECORDS:
-        marker = "o" if len(steps) <= FEW_RECORDS else ""
-        axes.plot(steps, values, color=BLUE, marker=marker, ms=4, label=name or None)
+        axes.plot(steps, values, color=BLUE, marker=marker_of(steps), ms=4, label=name or None)
         return
     prefix = f"{name}, " if name else ""
     axes.plot(steps, values, color=GREY, linewidth=0.6, label=f"{prefix}each step")
@@ -228,17 +228,9 @@ def _draw_loss(axes: "Axes", training: Curve, validation: Curve, best: int | Non
     axes.set_title("Loss" if len(val_steps) else "Training loss")
     _draw_steps(axes, steps, loss, "training" if len(val_steps) else "")
     if len(val_steps):
-        marker = "s" if len(val_steps) <= FEW_RECORDS else ""
-        axes.plot(val_steps, val_loss, color=VALIDATION, marker=marker, ms=4, label="validation")
+        axes.plot(val_steps, val_loss, color=VALIDATION, marker=marker_of(val_steps, "s"), ms=4, label="validation")
     if best is not None:
-        axes.axvline(
-            best,
-            color=BEST,
-            linestyle=":",
-            linewidth=1.4,
-            zorder=1,
-            label=f"best Dice, step {best}",
-        )
+        axes.axvline(best, color=BEST, linestyle=":", linewidth=1.4, zorder=1, label=f"best Dice, step {best}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
     shown = np.concatenate([loss, val_loss])
@@ -266,8 +258,7 @@ def _draw_dice(axes: "Axes", dice: Mapping[str, Curve], columns: int, best: int 
     """Draw the Dice of each class, and their mean where there are several; `columns` of the legend."""
     axes.set(title="Validation Dice", ylim=(0, 1.02))
     classes = [name for name in dice if name != "val/dice_mean"]
-    most = max(len(steps) for steps, _ in dice.values())
-    marker = "o" if most <= FEW_RECORDS else ""
+    marker = marker_of(max((steps for steps, _ in dice.values()), key=len))
     for colour, name in zip(colours(len(classes)), classes, strict=True):
         label = short_name(name.removeprefix("val/dice/"))
         axes.plot(*dice[name], color=colour, marker=marker, ms=4, label=label)
@@ -275,22 +266,6 @@ def _draw_dice(axes: "Axes", dice: Mapping[str, Curve], columns: int, best: int 
         axes.plot(*dice["val/dice_mean"], "--", color="black", marker=marker, ms=3, label="mean of classes")
     if best is not None:
         steps, means = dice["val/dice_mean"]
-        height = means[list(steps).index(best)]
-        axes.plot(
-            best,
-            height,
-            "*",
-            color=BEST,
-            mec="black",
-            mew=0.6,
-            ms=13,
-            zorder=4,
-            label=f"best, step {best}",
-        )
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-        frameon=False,
-        fontsize=9,
-        ncols=columns,
-    )
+        star: dict[str, Any] = {"color": BEST, "mec": "black", "mew": 0.6, "ms": 13, "zorder": 4}
+        axes.plot(best, means[list(steps).index(best)], "*", label=f"best, step {best}", **star)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, ncols=columns)

@@ -9,11 +9,8 @@ from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import Table, mib
 from unet3d.config import compose
 from unet3d.memory import tables
-from unet3d.report import memory_plots, methods, plots, receipt, score_plots
-from unet3d.report.case_scores import ROLES, case_table, dice_by_class
-from unet3d.report.facts import highlights, memory_kind, prediction, timing, what_ran
+from unet3d.report import case_plots, memory_plots, methods, plots, scores, summary
 from unet3d.report.page import Picture, read_picture, render
-from unet3d.report.score_tables import best_scores, cases_title, network_scores, score_table, score_title
 from unet3d.run.record import RunRecord
 
 MOST_COLUMNS = 2000  # of metrics.csv
@@ -38,9 +35,9 @@ def draw_figures(run: RunRecord) -> None:
     folder.mkdir(exist_ok=True)
     if run.records:
         plots.training_curves(run.records, folder / "curves.png")
-    dice = dice_by_class(run.scores)
+    dice = scores.dice_by_class(run.scores)
     if dice:
-        score_plots.score_plot(dict(list(dice.items())[:MOST_CLASSES]), folder / "scores.png")
+        case_plots.score_plot(dict(list(dice.items())[:MOST_CLASSES]), folder / "scores.png")
     if run.memory:
         memory_plots.phase_plot(run.memory_entry, folder / "memory_phases.png")
         if "layers" in run.memory_ledger:
@@ -55,7 +52,7 @@ def write_page(run: RunRecord) -> Path:
         rows = ([record.get(key) for key in columns] for record in run.records)  # empty where a record lacks it
         write_csv(run.path / "metrics.csv", columns, rows)
     title = f"unet3d run {run.path.resolve().name}"
-    about = [what_ran(run), f"Status: {run.status or 'unknown, there is no STATUS file'}"]
+    about = [summary.what_ran(run), f"Status: {run.status or 'unknown, there is no STATUS file'}"]
     if "about" in run.memory:  # `unet3d memory` wrote the folder
         title = "unet3d memory of a step"
         about = [run.memory["about"]]
@@ -63,15 +60,15 @@ def write_page(run: RunRecord) -> Path:
         "report.html",
         title=title,
         about=about,
-        highlights=highlights(run),
-        scores_title=score_title(run),
+        highlights=summary.highlights(run),
+        scores_title=scores.score_title(run),
         score_tables=_score_tables(run),
         **_cases(run),
         curves=_figure(run, "curves", "loss of training and validation, Dice, learning rate, gradient norm, step time"),
         memory=_memory(run),
         workspaces_title=tables.WORKSPACES,
         workspaces=tables.workspaces(run.memory_entry) if run.memory else None,
-        timing=timing(run),
+        timing=summary.timing(run),
         **_how_made(run),
         methods_title=methods.TITLE,
         methods=methods.methods_paragraph(run),
@@ -88,10 +85,10 @@ def _figure(run: RunRecord, name: str, about: str) -> Picture | None:
 
 def _score_tables(run: RunRecord) -> list[tuple[str, Table]]:
     """Return the tables of scores with their titles; the title of the first is the section's."""
-    titled = [("", score_table(run))]
+    titled = [("", scores.score_table(run))]
     if run.has_own_grids:
-        titled.append(network_scores(run))
-    best = best_scores(run)
+        titled.append(scores.network_scores(run))
+    best = scores.best_scores(run)
     if best is not None:
         titled.append(best)
     return titled
@@ -99,17 +96,17 @@ def _score_tables(run: RunRecord) -> list[tuple[str, Table]]:
 
 def _cases(run: RunRecord) -> dict[str, Any]:
     """Return pictures of the best, the median and the worst case, Dice of all by class, and one row per case."""
-    pictures = [_figure(run, f"prediction_{role}", f"the {role} case: {ON_A_CASE}") for role in ROLES]
+    pictures = [_figure(run, f"prediction_{role}", f"the {role} case: {ON_A_CASE}") for role in scores.ROLES]
     pictures.append(_figure(run, "prediction", f"a case: {ON_A_CASE}"))
     if run.scores:
         pictures.append(_figure(run, "scores", "Dice of each case by class"))
-    table = case_table(run.scores)
+    table = scores.case_table(run.scores)
     folded = ""
     if len(table.rows) > MOST_ROWS:
         fewer = f" of {len(run.scores)}" if len(table.rows) < len(run.scores) else ""
         folded = f"{len(table.rows)}{fewer} cases, the worst first"
     return {
-        "cases_title": cases_title(run),
+        "cases_title": scores.score_title(run, "Cases"),
         "case_pictures": pictures,
         "cases": table,
         "cases_folded": folded,
@@ -118,10 +115,10 @@ def _cases(run: RunRecord) -> dict[str, Any]:
 
 def _how_made(run: RunRecord) -> dict[str, Any]:
     """Return the command lines, the split and the versions."""
-    split = {}
-    for part, names in run.split.items():
-        title = f"{len(names)} cases for {PARTS.get(part, part)}"
-        split[title] = ", ".join(names[:MOST_NAMES])
+    split = {
+        f"{len(names)} cases for {PARTS.get(part, part)}": ", ".join(names[:MOST_NAMES])
+        for part, names in run.split.items()
+    }
     versions = [f"{name} {run.environment[name]}" for name in VERSIONS if name in run.environment]
     return {"command": "\n".join(_commands(run)), "split": split, "versions": ", ".join(versions)}
 
@@ -158,13 +155,29 @@ def _memory(run: RunRecord) -> list[MemoryPart]:
         return []
     entry = run.memory_entry
     ledger = run.memory_ledger
+    predicted = run.memory.get("predicted", {})
+    advice = run.memory.get("advice")
+    sentences = [
+        f"{run.memory_kind.capitalize()} ({entry['kind']}): peak bytes of a step, in MiB (2^20 bytes).",
+        summary.prediction(run),
+        tables.guessed(predicted),
+        tables.with_workspaces(predicted),
+        tables.largest_workspaces(entry),
+        tables.cuda_sizes(entry),
+        tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else "",
+    ]
+    of_plan = summary.receipt(run.memory, run.records)
+    plan_parts = [MemoryPart(f"{summary.RECEIPT}. {summary.changes(run.memory)}", of_plan)] if of_plan else []
+    moment = ""
+    if "moment" in ledger:  # of a ledger
+        moment = f"Peak of tensors, {mib(ledger['peak_bytes'])} MiB: reached in {tables.moment(ledger)}."
     return [
-        *(MemoryPart(text=sentence) for sentence in _memory_sentences(run)),
-        MemoryPart(table=_techniques(run)),
-        *_receipt(run),
+        *(MemoryPart(text=sentence) for sentence in sentences),
+        MemoryPart(table=tables.single_techniques(run.memory.get("without", {}), predicted.get("peak_bytes", 0))),
+        *plan_parts,
         MemoryPart(table=tables.phases(entry)),
         MemoryPart(picture=_figure(run, "memory_phases", "peak memory per phase, by category")),
-        MemoryPart(text=_moment(run)),
+        MemoryPart(text=moment),
         MemoryPart(picture=_figure(run, "memory_timeline", "memory over one step, by category")),
         MemoryPart(picture=_figure(run, "memory_layers", "memory at the peak, by layer along the U")),
         MemoryPart(table=tables.categories(ledger)),
@@ -172,39 +185,3 @@ def _memory(run: RunRecord) -> list[MemoryPart]:
         MemoryPart(table=tables.layers(ledger)),
         MemoryPart(table=tables.state(ledger, run.memory["parameters"])),
     ]
-
-
-def _receipt(run: RunRecord) -> list[MemoryPart]:
-    """Return what was planned beside what was measured; [] for a run without a plan."""
-    table = receipt.receipt(run.memory, run.records)
-    if table is None:
-        return []
-    return [MemoryPart(text=f"{receipt.TITLE}. {receipt.changes(run.memory)}", table=table)]
-
-
-def _memory_sentences(run: RunRecord) -> list[str]:
-    entry = run.memory_entry
-    predicted = run.memory.get("predicted", {})
-    advice = run.memory.get("advice")
-    return [
-        memory_kind(run),
-        prediction(run),
-        tables.guessed(predicted),
-        tables.with_workspaces(predicted),
-        tables.largest_workspaces(entry),
-        tables.cuda_sizes(entry),
-        tables.sentence(advice, predicted["peak_bytes"]) if advice and predicted else "",
-    ]
-
-
-def _techniques(run: RunRecord) -> Table:
-    peak = run.memory.get("predicted", {}).get("peak_bytes", 0)
-    return tables.single_techniques(run.memory.get("without", {}), peak)
-
-
-def _moment(run: RunRecord) -> str:
-    """Return when tensors hold most bytes; "" where no ledger counted them."""
-    ledger = run.memory_ledger
-    if "moment" not in ledger:
-        return ""
-    return f"Peak of tensors, {mib(ledger['peak_bytes'])} MiB: reached in {tables.moment(ledger)}."

@@ -1,25 +1,26 @@
-"""The closing lines of a run on the terminal: scores, memory, times, and where the files are."""
+"""A run in a few sentences and numbers, for its page and for the closing lines on the terminal.
 
+The receipt is of a run that kept a plan: what was planned beside what was measured, and both errors.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 from unet3d.base.errors import escaped
 from unet3d.base.terminal import NARROW, paper, terminal_table
+from unet3d.base.types import Table, mib
+from unet3d.config.schema import options_with
 from unet3d.memory import tables
-from unet3d.report import receipt
-from unet3d.report.facts import prediction, timing
-from unet3d.report.methods import TITLE, methods_paragraph
-from unet3d.report.score_tables import best_scores, network_scores, score_table, score_title
-from unet3d.run.record import RunRecord
+from unet3d.report.methods import TITLE as METHODS
+from unet3d.report.methods import methods_paragraph
+from unet3d.report.scores import best_scores, network_scores, score_table, score_title, shown
+from unet3d.run.record import RunRecord, numbers_of
+from unet3d.run.run_folder import as_number
 
-FILES = (
-    "report.html",
-    "scores.csv",
-    "metrics.csv",
-    "memory.json",
-    "checkpoints/best.pt",
-    "figures",
-    "predictions",
-)
+RECEIPT = "Receipt: plan against run (planned minus measured)"
+FILES = ("report.html", "scores.csv", "metrics.csv", "memory.json", "checkpoints/best.pt", "figures", "predictions")
 
 
 def print_summary(run: RunRecord) -> None:
@@ -30,11 +31,23 @@ def print_summary(run: RunRecord) -> None:
     if best is not None:
         console.print(terminal_table(*best))
     if run.memory:
-        _print_memory(run)
-    _print_receipt(run)
+        entry = run.memory_entry
+        title = f"Memory of a step, {run.memory_kind} ({entry['kind']})"
+        console.print(terminal_table(title, tables.phases(entry)))
+        console.print(prediction(run))
+        for sentence in (tables.with_workspaces(entry), tables.largest_workspaces(entry), tables.cuda_sizes(entry)):
+            if sentence:
+                console.print(escaped(sentence))
+    of_plan = receipt(run.memory, run.records)
+    if of_plan is not None:
+        console.print(terminal_table(RECEIPT, of_plan))
+        if changes(run.memory):
+            console.print(escaped(changes(run.memory)), soft_wrap=True)
     for name, value in timing(run).items():
         console.print(f"{name}: {value}")
-    _print_methods(run)
+    methods = methods_paragraph(run)
+    if methods:
+        console.print(f"{METHODS}:\n{escaped(methods)}\n")
     folder = run.path
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
@@ -42,18 +55,6 @@ def print_summary(run: RunRecord) -> None:
     written = [name for name in FILES if (run.path / name).is_file() or any(run.path.glob(f"{name}/*.*"))]
     if written:
         console.print(f"in it: {', '.join(written)}", soft_wrap=True)
-
-
-def _print_receipt(run: RunRecord) -> None:
-    """Print what was planned beside what was measured, if the run kept a plan."""
-    table = receipt.receipt(run.memory, run.records)
-    if table is None:
-        return
-    console = paper(NARROW)
-    console.print(terminal_table(receipt.TITLE, table))
-    sentence = receipt.changes(run.memory)
-    if sentence:
-        console.print(escaped(sentence), soft_wrap=True)
 
 
 def print_scores(run: RunRecord, title: str) -> None:
@@ -66,23 +67,166 @@ def print_scores(run: RunRecord, title: str) -> None:
         console.print(terminal_table(*network_scores(run)))
 
 
-def _print_methods(run: RunRecord) -> None:
-    """Print the paragraph for a methods section."""
-    text = methods_paragraph(run)
-    if text:
-        paper(NARROW).print(f"{TITLE}:\n{escaped(text)}\n")
+def what_ran(run: RunRecord) -> str:
+    """Return the config in one line; "" unless it is whole."""
+    config = run.settings
+    try:
+        model = config["model"]
+        data = config["data"]
+        network = model.get("path") or f"U-Net {'-'.join(map(str, model['features']))}"
+        patch = "x".join(map(str, data["patch"]))
+        parts = [
+            f"{network} on {data['format']}",
+            f"{config['steps']} steps of {config['batch'] * config['accumulate']} patches of {patch} voxels",
+            f"AMP {_way(config['amp'])}",
+            f"checkpointing {_way(config['ckpt'])}",
+            f"recompute {_way(config.get('recompute'))}",
+            f"seed {config['seed']}",
+        ]
+    except (AttributeError, KeyError, TypeError):  # not a whole config
+        return ""
+    return ", ".join(parts)
 
 
-def _print_memory(run: RunRecord) -> None:
-    console = paper(NARROW)
-    entry = run.memory_entry
-    title = f"Memory of a step, {run.memory_kind} ({entry['kind']})"
-    console.print(terminal_table(title, tables.phases(entry)))
-    console.print(prediction(run))
-    for sentence in (
-        tables.with_workspaces(entry),
-        tables.largest_workspaces(entry),
-        tables.cuda_sizes(entry),
-    ):
-        if sentence:
-            console.print(escaped(sentence))
+def _way(value: object) -> str:
+    """Return an option that saves memory as `on`, `off` or its value."""
+    if value in (None, "none"):
+        return "off"
+    return "on" if value is True else str(value or "off")
+
+
+def highlights(run: RunRecord) -> dict[str, str]:
+    """Return the few numbers of a run that matter most, by name."""
+    numbers = {}
+    scores = score_table(run).rows
+    if scores:
+        name, dice, *_ = scores[-1]
+        numbers[f"Dice, {name}"] = dice
+    best = run.best_validation
+    if best:
+        spacing = f", at {run.spacing}" if run.has_own_grids else ""
+        dice = shown("dice", as_number(best["val/dice_mean"]))
+        numbers["best Dice"] = f"{dice} (step {best['step']:,}{spacing})"
+    if run.memory:
+        numbers[f"peak memory, {run.memory_kind}"] = f"{mib(run.memory_entry['peak_bytes'])} MiB"
+        numbers["parameters"] = f"{run.memory['parameters']:,}"
+    if run.last_step is not None:
+        numbers["steps done"] = f"{run.last_step:,}"
+    return numbers
+
+
+def timing(run: RunRecord) -> dict[str, str]:
+    """Return step time, the share of it that was waiting for data, and validation time; each with its unit."""
+    steps = run.values("time/step_s")
+    validations = run.values("time/val_s")
+    times = {}
+    if sum(steps):
+        switches = f" ({run.switches})" if run.switches else ""
+        times["step, median"] = f"{median(steps):.3g} s{switches}"
+        times["waiting for data"] = f"{sum(run.values('time/data_wait_s')) / sum(steps):.1%} of step time"
+    if validations:
+        times["validation, median"] = f"{median(validations):.3g} s"
+    return times
+
+
+def prediction(run: RunRecord) -> str:
+    """Return the peak that was predicted before the run, and how far the measured one is from it."""
+    if run.memory_kind == "predicted" and run.records:
+        return "Predicted before the run, which ended before its memory was written."
+    if run.memory_kind == "predicted":
+        return "Predicted on tensors without data; nothing was run."
+    if "error_bytes" not in run.memory:
+        return "The peak was not predicted."
+    predicted = mib(run.memory["predicted"]["peak_bytes"])
+    error = f"{run.memory['error_bytes']:,}"
+    of_ranks = [mib(size) for size in run.memory["measured"].get("rank_peak_bytes", [])]
+    peaks = f"Peak of each rank, measured: {', '.join(of_ranks)} MiB. " if of_ranks else ""
+    return f"{peaks}Peak predicted before the run: {predicted} MiB; predicted minus measured: {error} bytes."
+
+
+class Promise(NamedTuple):
+    """A number that was planned, and the same one measured."""
+
+    name: str  # with its unit
+    key: str  # in compare.csv
+    planned: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Return planned minus measured, as a share of what was measured."""
+        if self.planned is None or not self.measured:
+            return None
+        return self.planned / self.measured - 1
+
+    def text(self, value: float | None) -> str:
+        """Return one of its numbers for people."""
+        if value is None:
+            return ""
+        return mib(value) if self.name.endswith("(MiB)") else f"{value:,.3g}"
+
+
+def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return memory.json's entry of a plan: what it promised, and which of its options the run has otherwise.
+
+    `values` are the run's options by their dotted names.
+    """
+    changed = []
+    for name, value in options.items():
+        changes_the_run = name != "budget" and options_with("untold").get(name) != "place"
+        if changes_the_run and values.get(name) != value:
+            changed.append(name)
+    return {**promise, "changed": changed}
+
+
+def promises(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Promise]:
+    """Return what a plan promised beside what memory.json and the records measured; [] without a plan.
+
+    These are the peak of tensors, on a GPU those of its allocator, the time of a step, and of all steps and validations
+    where the run has as many as were planned.
+    """
+    planned = {name: as_number(value) for name, value in (memory.get("plan") or {}).items()}
+    measured = memory.get("measured", {})
+    steps = numbers_of(records, "time/step_s")
+    total = sum(steps) + sum(numbers_of(records, "time/val_s"))
+    if not options_with("pace").keys().isdisjoint(_changed(memory)):
+        planned["seconds"] = None
+    tensors = measured.get("ledger", measured).get("peak_bytes")
+    rows = [Promise("peak of tensors (MiB)", "tensors", planned.get("peak_bytes"), tensors)]
+    if "ledger" in measured:
+        allocated = measured.get("peak_bytes")
+        reserved = as_number(measured.get("reserved_bytes"))
+        rows.append(Promise("peak allocated (MiB)", "allocated", planned.get("allocated_bytes"), allocated))
+        rows.append(Promise("peak reserved (MiB)", "reserved", planned.get("reserved_bytes"), reserved))
+    rows.append(Promise("step (s)", "step", planned.get("step_s"), median(steps) if steps else None))
+    rows.append(Promise("steps and validations (s)", "seconds", planned.get("seconds"), total or None))
+    return [row for row in rows if row.planned is not None]
+
+
+def receipt(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Return the receipt as a table; None without a plan."""
+    rows = []
+    for row in promises(memory, records):
+        error = "" if row.error is None else f"{row.error:+.1%}"
+        rows.append([row.name, row.text(row.planned), row.text(row.measured), error])
+    return Table(["of a step, and in all", "planned", "measured", "error"], rows) if rows else None
+
+
+def changes(memory: Mapping[str, Any]) -> str:
+    """Return a sentence on the options that the run has otherwise than its plan; "" where there are none."""
+    changed = _changed(memory)
+    return f"The command line changed what was planned: {', '.join(changed)}." if changed else ""
+
+
+def _changed(memory: Mapping[str, Any]) -> list[str]:
+    names = (memory.get("plan") or {}).get("changed")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def compared_numbers(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the receipt as numbers of compare.csv; {} without a plan."""
+    numbers: dict[str, Any] = {}
+    for row in promises(memory, records):
+        numbers[f"plan_{row.key}"] = row.planned
+        numbers[f"plan_{row.key}_error"] = row.error
+    return numbers

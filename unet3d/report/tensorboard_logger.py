@@ -40,16 +40,11 @@ class TensorBoardLogger:
         self._writer.add_image(key, pixels, step, dataformats="HWC")
 
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        lines = [
-            _markdown(columns),
-            _markdown(["---" for _ in columns]),
-            *map(_markdown, rows),
-        ]
+        lines = map(_markdown, [columns, ["---" for _ in columns], *rows])
         self._writer.add_text(key, "\n".join(lines))
 
     def summary(self, values: Mapping[str, object]) -> None:
-        rows = [[name, value] for name, value in values.items()]
-        self.table("summary", ["key", "value"], rows)
+        self.table("summary", ["key", "value"], list(values.items()))
 
     def close(self, exit_code: int) -> None:
         self._writer.close()

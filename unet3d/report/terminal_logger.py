@@ -16,13 +16,7 @@ PLAIN_LINES = 20  # of a run, about
 class TerminalLogger:
     """Shows losses in a bar, or in plain lines where there is no terminal; prints the Dice of each validation."""
 
-    def __init__(
-        self,
-        steps: int,
-        terminal: Console | None = None,
-        switches: str = "",
-        grid: str = "",
-    ) -> None:
+    def __init__(self, steps: int, terminal: Console | None = None, switches: str = "", grid: str = "") -> None:
         """`switches` is printed beside the seconds per step, `grid`, on which cases are scored, beside the Dice."""
         self.steps = steps
         self.terminal = terminal or Console()

@@ -105,9 +105,7 @@ class WandbLogger:
         self._run.log({STEP: step, key: self._wandb.Image(str(path))})
 
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        cells = []
-        for row in rows:
-            cells.append([None if self._private and is_path(cell) else cell for cell in row])
+        cells = [[None if self._private and is_path(cell) else cell for cell in row] for row in rows]
         table = self._wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
         # bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder
         table.bind_to_run(self._run, key, self._run.step)
@@ -163,12 +161,9 @@ def preload(config: Config) -> None:
 
 def _last_online_id(folder: Path) -> str | None:
     """Return the id of the last wandb run in a folder, of wandb/run-<time>-<id>; None without one, or if offline."""
-    names = sorted(
-        (path.name for path in folder.glob("wandb/*run-*-*")), key=lambda name: name.removeprefix("offline-")
-    )
-    if not names or names[-1].startswith("offline-"):
-        return None
-    return names[-1].rpartition("-")[2]
+    names = [path.name for path in folder.glob("wandb/*run-*-*")]
+    last = max(names, key=lambda name: name.removeprefix("offline-"), default="offline-")
+    return None if last.startswith("offline-") else last.rpartition("-")[2]
 
 
 def _number(value: Any) -> Any:

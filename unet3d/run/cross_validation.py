@@ -8,7 +8,7 @@ from unet3d.report import fold_tables
 from unet3d.report.compare import not_comparable
 from unet3d.report.fold_tables import Method
 from unet3d.report.methods import TITLE as METHODS
-from unet3d.report.methods_data import listed
+from unet3d.report.methods import listed
 from unet3d.run.postprocess import TITLE, Gain, component_gains, gains_table
 from unet3d.run.publish import publish
 

@@ -34,44 +34,33 @@ def environment(device: "torch.device") -> dict[str, Any]:
     values["device"] = device.type
     values["threads"] = torch.get_num_threads()
     values["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    if device.type == "cpu":
-        values["cpu"] = _cpu()
-    else:
-        values |= _gpu(device)
-    return values
+    return values | (_cpu() if device.type == "cpu" else _gpu(device))
 
 
-def _cpu() -> str:
+def _cpu() -> dict[str, Any]:
     import torch
 
     from unet3d.model.half_precision import emulates_bf16
 
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{capability}, bf16 emulated" if emulates_bf16() else capability
+    return {"cpu": f"{capability}, bf16 emulated" if emulates_bf16() else capability}
 
 
 def _gpu(device: "torch.device") -> dict[str, Any]:
-    import torch
-
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
-        "benchmark": torch.backends.cudnn.benchmark,
-        "tf32": _tf32(),
-    }
-
-
-def _tf32() -> str:
-    """Return what torch computes from float32 with TF32, in words."""
     import torch
 
     precisions = {
         "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         "matmul": torch.backends.cuda.matmul.fp32_precision,
     }
-    return ", ".join(name for name, precision in precisions.items() if precision == "tf32") or "off"
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "tf32": ", ".join(name for name, precision in precisions.items() if precision == "tf32") or "off",
+    }
 
 
 def commit(tree: Path) -> str | None:
@@ -80,33 +69,19 @@ def commit(tree: Path) -> str | None:
     Git is not run: its config can name code.
     """
     try:
-        head = _read_head(tree)
+        git = tree / ".git"
+        if git.is_file():  # of a second work tree: "gitdir: PATH"
+            git = tree / _line(git).removeprefix("gitdir:").strip()
+        head = _line(git / "HEAD")
+        branch = head.removeprefix("ref:").strip()
+        if branch != head:
+            shared = git / (_line(git / "commondir") or ".")
+            packed = re.search(f"^([0-9a-f]+) {re.escape(branch)}$", read_text(shared / "packed-refs"), re.MULTILINE)
+            head = _line(shared / branch) or (packed[1] if packed else "")
     except (UserError, OSError, ValueError):  # a file that cannot be read
         return None
     return head if re.fullmatch("[0-9a-f]{40,64}", head) else None
 
 
-def _read_head(tree: Path) -> str:
-    """Return the hash in HEAD, or in the branch that HEAD names; other text where git has none."""
-    git = tree / ".git"
-    if git.is_file():  # of a second work tree: "gitdir: PATH"
-        git = tree / _first_line(git).removeprefix("gitdir:").strip()
-    head = _first_line(git / "HEAD")
-    branch = head.removeprefix("ref:").strip()
-    if branch == head:
-        return head
-    shared = git / (_first_line(git / "commondir") or ".")
-    return _first_line(shared / branch) or _packed(shared, branch)
-
-
-def _packed(shared: Path, branch: str) -> str:
-    """Return the hash of a branch in packed-refs; "" without it."""
-    for line in read_text(shared / "packed-refs").splitlines():
-        words = line.split()
-        if words[1:] == [branch]:
-            return words[0]
-    return ""
-
-
-def _first_line(path: Path) -> str:
+def _line(path: Path) -> str:
     return read_text(path, MAX_HEAD_BYTES).strip()

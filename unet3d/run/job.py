@@ -19,11 +19,11 @@ from unet3d.data.splits import split
 from unet3d.memory import preflight
 from unet3d.memory.saved_schedule import SavedSchedule
 from unet3d.report import report, summary
-from unet3d.report.receipt import plan_entry
-from unet3d.run.memory_file import MemoryFile, saved_schedule
+from unet3d.report.summary import plan_entry
 from unet3d.run.open_run import open_run
 from unet3d.run.pretrained import PretrainedWeights, load_pretrained
 from unet3d.run.record import read_run
+from unet3d.run.run_folder import MemoryFile, saved_schedule
 from unet3d.training.switches import switched
 
 

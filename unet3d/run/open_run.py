@@ -26,16 +26,16 @@ from unet3d.report.terminal_logger import TerminalLogger
 from unet3d.run import run_folder
 from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.fingerprint import fingerprint
-from unet3d.run.memory_file import MemoryFile
 from unet3d.run.pretrained import PretrainedWeights
 from unet3d.run.run import Run
+from unet3d.run.run_folder import MemoryFile
 from unet3d.run.training_state import TrainingState, seed_per_rank
 from unet3d.run.validation import has_own_grids
 from unet3d.training import optim, switches
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import Technique
 from unet3d.training.trainer import Learner, Trainer
-from unet3d.training.window_sums import free_bytes
+from unet3d.training.windows import free_bytes
 
 
 class Origin(NamedTuple):

@@ -18,7 +18,7 @@ from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.components import largest_components
 from unet3d.data.labels import written_values
 from unet3d.data.volume import read_truth, read_written
-from unet3d.report.case_scores import shown
+from unet3d.report.scores import shown
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done
 from unet3d.training.metrics import CaseScore, mean_of, score_case

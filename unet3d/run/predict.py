@@ -34,9 +34,9 @@ from unet3d.data.seen import Seen
 from unet3d.data.volume import Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
-from unet3d.training import known_bad
+from unet3d.training import switches
 from unet3d.training.inference import Predictor
-from unet3d.training.window_sums import free_bytes
+from unet3d.training.windows import free_bytes
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _predictor(trained: TrainedNetworks, config: Config, given: Iterable[str]) -
     if device.type == "cuda":
         free = free_bytes(device) if config.inference.batch == "auto" else math.inf
         predictor = fitted(predictor, free)
-        warning = known_bad.warning(policy.dtype, partial(largest_map, predictor))
+        warning = switches.cudnn_warning(policy.dtype, partial(largest_map, predictor))
         if warning is not None:
             warn(warning)
     return predictor

@@ -23,7 +23,7 @@ from unet3d.data.splits import split
 from unet3d.data.validate import sound_headers
 from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report.score_tables import OWN_GRIDS, SCORES_TITLE
+from unet3d.report.scores import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
 from unet3d.run.checkpoint import Checkpoint, Split, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter

@@ -11,9 +11,8 @@ from typing import Any
 from unet3d.base.errors import UserError
 from unet3d.base.files import LARGEST_YAML, read_csv, read_text, read_yaml, refuse_links_out
 from unet3d.config import compose, rules
-from unet3d.run.memory_file import KINDS, json_object, peaks, read_memory
-from unet3d.run.run_folder import Values, last_step, one_line, read_records, spacing_words
-from unet3d.run.shapes import as_number, finite, fits, sound
+from unet3d.run import run_folder
+from unet3d.run.run_folder import KINDS, Values, as_number, finite, fits
 from unet3d.training.metrics import NOTE_KEY
 
 MAX_STATUS_BYTES = 2**20
@@ -73,7 +72,7 @@ class RunRecord:
     @property
     def last_step(self) -> int | None:
         """Return the number of optimizer steps that were done; None without records."""
-        return last_step(self.records)
+        return run_folder.last_step(self.records)
 
     @property
     def has_own_grids(self) -> bool:
@@ -99,7 +98,7 @@ class RunRecord:
     def spacing(self) -> str:
         """Return the voxel size of the network's grid, `1x1x2 mm`; "" where it is the files' grid."""
         data = self.settings.get("data")
-        return spacing_words(data.get("spacing")) if isinstance(data, dict) else ""
+        return run_folder.spacing_words(data.get("spacing")) if isinstance(data, dict) else ""
 
     @property
     def switches(self) -> str:
@@ -108,8 +107,7 @@ class RunRecord:
 
     def values(self, key: str) -> list[float]:
         """Return a number's values in the records, in their order; NaN and infinity included."""
-        numbers = (as_number(record.get(key)) for record in self.records)
-        return [number for number in numbers if number is not None]
+        return numbers_of(self.records, key)
 
 
 def read_run(path: Path, memory: Values | None = None) -> RunRecord:
@@ -120,19 +118,19 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
     refuse_links_out(path)
     words = _yaml(path / "overrides.yaml")
     if memory is None:
-        memory = read_memory(path)
+        memory = run_folder.read_memory(path)
     has_memory = memory.keys() & KINDS and memory.get("parameters", 0) > 0
-    versions = json_object(read_text(path / "env.json", MAX_ENV_BYTES))
-    parts = json_object(read_text(path / "split.json", MAX_SPLIT_BYTES))
-    start = json_object(read_text(path / "init.json", MAX_INIT_BYTES))
+    versions = run_folder.json_object(read_text(path / "env.json", MAX_ENV_BYTES))
+    parts = run_folder.json_object(read_text(path / "split.json", MAX_SPLIT_BYTES))
+    start = run_folder.json_object(read_text(path / "init.json", MAX_INIT_BYTES))
     return RunRecord(
         path=path,
-        status=one_line(read_text(path / "STATUS", MAX_STATUS_BYTES)),
+        status=run_folder.one_line(read_text(path / "STATUS", MAX_STATUS_BYTES)),
         config=read_text(path / "config.yaml", LARGEST_YAML),
-        settings=sound(_yaml(path / "config.yaml")),
+        settings=run_folder.sound(_yaml(path / "config.yaml")),
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
         environment={key: str(value) for key, value in versions.items() if value is not None},
-        records=read_records(path / "metrics.jsonl"),
+        records=run_folder.read_records(path / "metrics.jsonl"),
         scores=[_scores(row) for row in read_csv(path / "scores.csv")],
         split=_split(parts),
         memory=memory if has_memory else {},
@@ -172,6 +170,12 @@ def _yaml(path: Path) -> Any:
         return None
 
 
+def numbers_of(records: Sequence[Values], key: str) -> list[float]:
+    """Return a number's values in records, in their order; NaN and infinity included."""
+    numbers = (as_number(record.get(key)) for record in records)
+    return [number for number in numbers if number is not None]
+
+
 def best_of(records: Sequence[Values]) -> Values:
     """Return the validation with the highest mean Dice, the first of equals, as for best.pt; {} without any."""
     best: Values = {}
@@ -198,7 +202,7 @@ def headline(run: RunRecord) -> dict[str, Any]:
         "steps": run.last_step,
         "own_grid/dice_mean": run.dice_mean if run.has_own_grids else None,
     }
-    values |= peaks(run.memory)
+    values |= run_folder.peaks(run.memory)
     for name in ("step_s", "val_s"):
         times = run.values(f"time/{name}")
         if times:

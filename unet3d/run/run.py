@@ -40,8 +40,8 @@ from unet3d.report import memory_plots, report
 from unet3d.report.loggers import Loggers
 from unet3d.run import run_folder
 from unet3d.run.checkpoint_manager import BEST, CheckpointManager
-from unet3d.run.memory_file import MemoryFile, peaks
 from unet3d.run.record import RunRecord, headline, read_run, scores_as_numbers
+from unet3d.run.run_folder import MemoryFile, peaks
 from unet3d.run.validation import Predictions
 from unet3d.run.validator import Validator, signal_on_any_rank
 from unet3d.training import metrics, optim, switches

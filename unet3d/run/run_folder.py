@@ -1,23 +1,71 @@
-"""Files of a run folder as its run writes them: before the first step, at its end, and cut for a resume."""
+"""The files of a run folder as its run writes them, and which of their values are trusted. No torch.
+
+STATUS, init.json, metrics.jsonl; and memory.json, the predicted and the measured step: a run reads it once and writes
+it whole. `unet3d memory -o` and `explained.write_page` write one of their own, without a run. Anybody may have written
+what is read here.
+"""
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from unet3d.base.errors import escaped
 from unet3d.base.files import read_lines, read_text, write_json, write_text
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.memory.saved_schedule import SavedSchedule
+from unet3d.memory.tables import NAMES, folded
 from unet3d.run.environment import environment
-from unet3d.run.memory_file import json_object
-from unet3d.run.shapes import fits, is_shallow
 
 if TYPE_CHECKING:
     import torch
 
-Values = Mapping[str, Any]  # a record of metrics.jsonl
+Values = Mapping[str, Any]  # a record of metrics.jsonl, or an entry of memory.json
+LARGEST_NUMBER = 2**53  # more bytes are not exact in a picture
+MOST_ITEMS = 500  # of a list or a text in memory.json
+NAME = "memory.json"
+MAX_MEMORY_BYTES = 2**23  # of the file
+KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
+DEEPEST = 10  # levels of nested JSON
+MOST_PHASES = 20  # of a step
+# The shape of memory.json, as `fits` reads it. An entry has all of STEP, and of DETAILS any.
+BYTES = dict.fromkeys(NAMES, int)
+PEAKS = {"first": int, "steady": int}
+STEP = {"peak_bytes": int, "kind": str, "phases": {...: {"steady": int}}}  # and a "first", where it is known
+DETAILS = {
+    "moment": {"words": str, "operation": str},
+    "categories": {...: int},
+    "phase_categories": {...: BYTES},
+    "phase_ends": {...: PEAKS},
+    "levels": [{"level": int | str | None, "bytes": int, **BYTES}],
+    "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
+    "guesses": [str],
+    "workspace_bytes": int,
+    "workspaces": [{"module": str, "phase": str, "bytes": int}],
+    "rank_peak_bytes": [int],
+    "state": dict.fromkeys(("params", "grads", "optimizer"), int),
+}
+ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}
+HALVED = {"halved_peak_bytes": int, "override": str}  # of advice, where half the width was tried
+# A run's file also has "segments" and "measured_segments", which are compared with each other and shown nowhere: what
+# `preflight` lists of the step that was predicted, and the same of the step that was measured.
+OTHERS = {
+    "parameters": int,
+    "regions": int,
+    "predicted_validation_bytes": int,
+    "error_bytes": int,
+    "about": str,
+    "advice": ADVICE,
+    "without": {...: int},
+    "plan": {"device": str, "peak_bytes": int},
+    "schedule": {"recompute": str, "budget": str | None, "keep": [str], "windows": bool},
+}
 
 
 def start_folder(folder: Path, config: Config, device: "torch.device", start: Values | None = None) -> None:
@@ -88,3 +136,216 @@ def spacing_words(spacing: Any) -> str:
     if not isinstance(spacing, list):
         return ""
     return f"{'x'.join(map(str, spacing))} mm"
+
+
+class MemoryFile:
+    """The memory.json of a run folder: read once when this is made, and written whole at each change."""
+
+    def __init__(self, folder: Path, is_resumed: bool = False) -> None:
+        """Read what is there. A resumed run keeps the first step that an earlier process measured."""
+        self._path = folder / NAME
+        self._values = read_memory(folder)
+        self._before: Mapping[str, Any] = self._values if is_resumed else {}
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Add or replace these entries. Raises OSError."""
+        changed = dict(self._values)
+        for name, value in values.items():
+            changed[name] = folded(value, MOST_ITEMS) if name in KINDS else value
+        self._values = changed
+        write_json(self._path, changed)
+
+    def add_measured(self, parameters: int, measured: Mapping[str, Any]) -> None:
+        """Add the measured step, and how far the predicted peak is from its peak. Raises OSError."""
+        segments = self._values.get("segments")
+        before = self._before.get("measured", {})
+        is_same_step = before.get("kind") == measured["kind"] and self._before.get("measured_segments") == segments
+        if is_same_step:
+            measured = _with_first_of(before, measured)
+        changes: dict[str, Any] = {"parameters": parameters, "measured": measured, "measured_segments": segments}
+        if "predicted" in self._values:
+            # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
+            of_tensors = measured.get("ledger", measured)
+            changes["error_bytes"] = self._values["predicted"]["peak_bytes"] - of_tensors["peak_bytes"]
+        self.update(changes)
+
+    def contents(self) -> dict[str, Any]:
+        """Return what `read_memory` would read from the file as it is now."""
+        return without_damaged(self._values)
+
+
+def _with_first_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `now` with each "first", at any depth, as it was `before` if it was there."""
+    merged = dict(now)
+    for key, value in now.items():
+        if key == "first":
+            merged[key] = before.get(key, value)
+        elif isinstance(value, dict):
+            merged[key] = _with_first_of(before.get(key, {}), value)
+    return merged
+
+
+def saved_schedule(folder: Path) -> SavedSchedule | None:
+    """Return the schedule that the run in a folder took; None without one."""
+    schedule = read_memory(folder).get("schedule")
+    return None if schedule is None else SavedSchedule(**schedule)
+
+
+def read_memory(folder: Path) -> dict[str, Any]:
+    """Return memory.json without its damaged entries; {} without a file. Raises UserError for one that is too large."""
+    return without_damaged(json_object(read_text(folder / NAME, MAX_MEMORY_BYTES)))
+
+
+def peaks(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the few numbers of memory.json that dashboards show; bytes of a step's tensors, unless its kind says more.
+
+    Before the first step these are the predicted ones.
+    """
+    values = {"parameters": memory.get("parameters"), "memory/error_bytes": memory.get("error_bytes")}
+    values["memory/validation_predicted_bytes"] = memory.get("predicted_validation_bytes")
+    for kind in reversed(KINDS):
+        if kind in memory:
+            values[f"memory/peak_{kind}_bytes"] = memory[kind]["peak_bytes"]
+            values["memory/peak_kind"] = memory[kind]["kind"]
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object; {} for text that is empty, damaged, or nested without end."""
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict) or not is_shallow(value, DEEPEST):
+        return {}
+    return value
+
+
+def without_damaged(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of memory.json that have the shapes which tables and pictures read; unknown entries stay."""
+    is_sound = {key: fits(values.get(key), shape) for key, shape in OTHERS.items()}
+    for kind in KINDS:
+        is_sound[kind] = _is_step(values.get(kind))
+    if is_sound["advice"]:
+        is_sound["advice"] = is_sound["predicted"] and _is_advice(values["advice"])
+    if not all(is_sound[kind] for kind in KINDS):
+        is_sound["error_bytes"] = False
+    return {key: value for key, value in values.items() if is_sound.get(key, True)}
+
+
+def _is_advice(advice: Mapping[str, Any]) -> bool:
+    if advice["mostly"] not in NAMES or not fits(advice.get("mostly_bytes", 0), int):
+        return False
+    return advice.get("halved_peak_bytes") is None or fits(advice, HALVED)
+
+
+def _is_step(entry: Any) -> bool:
+    """Return whether an entry of memory.json has what tables and pictures read."""
+    if not fits(entry, STEP):
+        return False
+    if not all(fits(entry[key], DETAILS[key]) for key in DETAILS if key in entry):
+        return False
+    names = [entry[key].keys() for key in ("phases", "phase_ends", "phase_categories") if key in entry]
+    if len(names[0]) > MOST_PHASES or any(keys != names[0] for keys in names):
+        return False
+    if entry["peak_bytes"] <= 0:
+        return False
+    if "layers" in entry and "moment" not in entry:
+        return False
+    if not all(fits(peaks.get("first", 0), int) for peaks in entry["phases"].values()):
+        return False
+    return "ledger" not in entry or _is_step(entry["ledger"])
+
+
+def sound(values: Any, node: Any = Config) -> dict[str, Any]:
+    """Return the options below `node` that have the right type, beside options that this version does not know.
+
+    So an option that is a number may be multiplied, and one that is a list counted, also in a file of strangers.
+    """
+    if not isinstance(values, dict):
+        return {}
+    types = _types(node)
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        kind = types.get(name, Any)
+        if is_dataclass(kind):
+            if isinstance(value, dict):
+                checked[name] = sound(value, kind)
+        elif _is_of(value, kind):
+            checked[name] = value
+    return checked
+
+
+@cache
+def _types(node: Any) -> dict[str, Any]:
+    return get_type_hints(node)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a plain value is of an option's type; an integer also serves as a float."""
+    if kind is Any:
+        return True
+    if isinstance(kind, UnionType):
+        return any(_is_of(value, member) for member in get_args(kind))
+    if get_origin(kind) is list:
+        (item_kind,) = get_args(kind)
+        return isinstance(value, list) and all(_is_of(item, item_kind) for item in value)
+    if kind is float and type(value) is int:
+        return True
+    return type(value) is kind
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Return whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}."""
+    if isinstance(value, (str, list, dict)) and len(value) > MOST_ITEMS:
+        return False
+    if isinstance(shape, list):
+        if not isinstance(value, list) or not value:
+            return False
+        return all(fits(item, shape[0]) for item in value)
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and _has_entries(value, shape)
+    if not isinstance(value, shape):
+        return False
+    if isinstance(value, bool):  # JSON's true is no number
+        return False
+    return not isinstance(value, int) or abs(value) <= LARGEST_NUMBER
+
+
+def _has_entries(value: dict[Any, Any], shape: dict[Any, Any]) -> bool:
+    if ... in shape:
+        return bool(value) and all(fits(item, shape[...]) for item in value.values())
+    return all(key in value and fits(value[key], shape[key]) for key in shape)
+
+
+def is_shallow(value: Any, levels: int) -> bool:
+    """Return whether lists and dictionaries are nested in at most this many levels."""
+    if levels < 0:
+        return False
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    return all(is_shallow(item, levels - 1) for item in items)
+
+
+def as_number(cell: Any) -> float | None:
+    """Return the number in a cell or record; None without one, or for one too large for a picture."""
+    try:
+        number = float(cell)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if LARGEST_NUMBER < abs(number) < math.inf:
+        return None
+    return number
+
+
+def finite(cell: Any) -> float | None:
+    """Return the number in a cell or record if means can be taken of it; None for NaN and infinity."""
+    number = as_number(cell)
+    if number is None or not math.isfinite(number):
+        return None
+    return number

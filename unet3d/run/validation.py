@@ -26,12 +26,13 @@ from unet3d.data.patches import PreparedCase
 from unet3d.data.prepare import PreparedData, Read
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.data.volume import read_label_map, read_truth, read_written
-from unet3d.report import case_plots, case_scores
+from unet3d.report import case_plots
 from unet3d.report.plots import remove_picture
+from unet3d.report.scores import ROLES, chosen
 from unet3d.run.predict import save_prediction
 from unet3d.training.inference import Predictor
+from unet3d.training.losses import VolumeLoss
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
-from unet3d.training.volume_loss import VolumeLoss
 
 Keep = Callable[[Case, ArgmaxCollector], None]
 
@@ -59,11 +60,10 @@ def evaluate(
             prepared = read(case)
             label = prepared.label.numpy()
             volume_loss = None
-            if loss is not None:
-                outputs = classes if regions is None else len(regions.labels)
-                volume_loss = VolumeLoss.of(loss, outputs, regions)
             probabilities = predictor.strips(prepared.image, case.named)
-            if volume_loss is not None:
+            if loss is not None and VolumeLoss.exists(loss):
+                outputs = classes if regions is None else len(regions.labels)
+                volume_loss = VolumeLoss(loss, outputs, regions)
                 probabilities = volume_loss.adding(probabilities, label)
             strips = ArgmaxCollector(probabilities, regions)
             if keep is not None:
@@ -103,7 +103,7 @@ class Predictions:
     @property
     def pictures(self) -> list[Path]:
         """Existing pictures: of the best, the median and the worst case, or of the only one."""
-        paths = [self._picture(role) for role in ("", *case_scores.ROLES)]
+        paths = [self._picture(role) for role in ("", *ROLES)]
         return [path for path in paths if path.exists()]
 
     def clear(self) -> None:
@@ -187,7 +187,7 @@ class Predictions:
         cases = {case.id: case for case in self.data.val}
         rows = [row for row in read_csv(self.folder / "scores.csv") if row.get("case") in cases]
         shown = {}
-        for role, score in case_scores.chosen(rows or [{"case": self.data.val[0].id}]).items():
+        for role, score in chosen(rows or [{"case": self.data.val[0].id}]).items():
             rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
             if score.mean is None:
                 dice = "no class to score"

@@ -1,11 +1,11 @@
 """The training step, what it trains with, and how it saves memory. In reading order:
 
 - `step` is the one training step, and `trainer` the loop around it.
-- `losses`, `optim` and `metrics` are what a run trains with and is scored by; `own_parts` checks a user's network and
-  loss.
-- `policy` applies what saves memory to a step: segments, which `stage_state` and `recomputation` let run twice, or a
-  program of `unet3d.recomputing`.
-- `inference` slides a network over a volume, with `windows` and `window_sums`.
+- `losses`, `optim` and `metrics` are what a run trains with and is scored by; `own_parts` checks a
+  user's network and loss.
+- `policy` applies what saves memory to a step: segments, which `checkpointing` lets run twice, or a program of
+  `unet3d.recomputing`.
+- `inference` slides a network over a volume, with `windows`.
 - `checkpoint` is the file of a trained network.
-- `switches` sets what torch decides for the whole process, `known_bad` names a version with a fault.
+- `switches` sets what torch decides for the whole process, and names a version of cuDNN with a fault.
 """

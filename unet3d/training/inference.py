@@ -3,7 +3,7 @@
 Memory holds a strip of windows and what later strips share with it, never a map of the volume for each class. On a GPU
 these sums are in its memory where they fit beside a forward pass, else in the host's.
 
-`windows` says where windows lie and how they are weighted, `window_sums` adds them up.
+`windows` says where windows lie and how they are weighted, and adds them up.
 """
 
 import itertools
@@ -21,15 +21,22 @@ from unet3d.config.schema import Model
 from unet3d.model import geometry
 from unet3d.training.own_parts import refuse_odd_logits
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.window_sums import (
+from unet3d.training.windows import (
+    Axes,
+    Corners,
     HostMemory,
+    aligned_corners,
+    box,
+    even_corners,
     free_bytes,
+    gaussian,
     in_volume_order,
+    pad,
+    scan_order,
     sum_sizes,
     sums_bytes,
     window_means,
 )
-from unet3d.training.windows import Axes, Corners, aligned_corners, box, even_corners, gaussian, pad, scan_order
 
 
 @dataclass(frozen=True)

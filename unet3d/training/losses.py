@@ -1,42 +1,40 @@
 """Losses on logits N K D H W and labels N D H W, summed in float32. To add one, write a function below `@loss(...)`.
 
-Where the data has regions, classes that overlap, K are these and each logit is a sigmoid's: `region_losses` has them.
-With several ranks, value and gradient are taken over the whole batch. A function of your own gets this rank's images,
-and its values are averaged.
+Where the data has regions, classes that overlap, K are these and each logit is a sigmoid's. With several ranks, value
+and gradient are taken over the whole batch. A function of your own gets this rank's images, and its values are
+averaged. Voxels labelled IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero
+gradients.
 
-No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory.
-Voxels labelled IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero gradients.
+No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory. So
+`InChunks` takes a few rows at a time, and writes the gradient over the logits where nothing else needs them.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.base import ranks
-from unet3d.base.types import IGNORE
+from unet3d.base.regions import Regions
+from unet3d.base.types import IGNORE, ProbabilityBlock
+from unet3d.config import schema
 from unet3d.model.blocks import crop
-from unet3d.training.loss_chunks import (
-    VOXELS,
-    Probe,
-    Sums,
-    add,
-    as_maps,
-    exact,
-    producer_keeps_no_output,
-    reference_counts,
-    rows_of_chunk,
-    sum_over_ranks,
-    value_of,
-)
 from unet3d.training.own_parts import refuse_odd_logits, refuse_odd_loss
-from unet3d.training.region_losses import RegionsInChunks
 
 CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
+SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
+VOXELS = (2, 3, 4)  # dimensions of N K D H W
+CHUNKS = 16  # of a map on the CPU, at most
+SMALL = 2**12  # numbers of logits; with less in a chunk on the CPU, most of the time goes to calls
+LEAST = 1e-38  # of a probability whose logarithm is taken; a softmax in float32 may give 0
+MOST = 1 - 2**-25  # of a region's probability; a sigmoid in float32 gives 1 for all that is nearer to 1
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ def loss(
 
     `config/schema.py` reads the arguments, which are written as constants, without loading this file. `about`: words of
     a methods paragraph. `ce`, `dice`: whether `options.weights` and `options.batch_dice` count. `by_image`: without
-    batch_dice it is the mean of its images' values. `in_chunks`: the sum of `dice` and `ce` that `sum_chunks` has the
-    sums for; logits are not converted for it.
+    batch_dice it is the mean of its images' values. `in_chunks`: the sum of `dice` and `ce` that `InChunks` computes;
+    logits are not converted for it.
     """
 
     def register(function: LossTerm) -> LossTerm:
@@ -152,119 +150,8 @@ def dice_ce(logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:
 
 def _in_chunks(logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Tensor:
     """Return Dice, cross-entropy or their sum."""
-    value: Tensor
-    if options.regions is None:
-        value = InChunks.apply(logits, label, options, dice, ce)
-    else:
-        settings = (options.weights, options.batch_dice, options.chunk)
-        value = RegionsInChunks.apply(logits, label, options.regions, *settings, dice, ce)
+    value: Tensor = InChunks.apply(logits, label, options, dice, ce)
     return value
-
-
-class InChunks(torch.autograd.Function):
-    """Dice and cross-entropy of a chunk of rows at a time: their maps of all classes are as thin as a chunk.
-
-    The gradient is written over the logits, where nothing else needs them: no second map of all classes is made.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        label: Tensor,
-        options: LossOptions,
-        dice: bool,
-        ce: bool,
-    ) -> Tensor:
-        weights = options.weights
-        if weights is not None:
-            weights = weights.to(logits.device, exact(logits.dtype))
-        sums = sum_chunks(logits, label, options.chunk, weights, dice, ce)
-        sum_over_ranks(sums, options.batch_dice)
-        ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
-        value = value_of(sums, ctx.shares, first=1)  # without the background
-        ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
-        ctx.weights = weights
-        ctx.producer_keeps_no_output = producer_keeps_no_output(logits)
-        ctx.chunk = options.chunk
-        return value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, label, overlap, size, weight = ctx.saved_tensors
-        may_overwrite = ctx.producer_keeps_no_output and reference_counts(logits) == Probe.reference_counts()
-        out = logits if may_overwrite else torch.empty_like(logits)
-        if size is not None:
-            images, classes = size.shape
-            scores = images * (classes - 1) * ctx.shares
-            by_overlap = -2 / size / scores
-            by_size = overlap / size**2 / scores
-            by_overlap[:, 0] = 0  # the background
-            by_size[:, 0] = 0
-        row = 0
-        for x, truth in _chunks(logits, label, ctx.chunk):
-            p = x.softmax(1)
-            valid = truth.sum(1, keepdim=True)
-            if size is not None:
-                grad_x = truth * as_maps(by_overlap)
-                grad_x.add_(as_maps(by_size)).mul_(valid)
-                grad_x.sub_((p * grad_x).sum(1, keepdim=True)).mul_(p)  # through the softmax
-            else:
-                grad_x = torch.zeros_like(p)
-            if weight is not None:
-                voxel_weight = valid
-                if ctx.weights is not None:
-                    voxel_weight = (truth * as_maps(ctx.weights[None])).sum(1, keepdim=True)
-                p.sub_(truth).mul_(voxel_weight / weight)
-                grad_x.add_(p)
-            end = row + x.shape[2]
-            out[:, :, row:end] = grad_x.mul_(gradient)
-            row = end
-        return out, None, None, None, None
-
-
-def sum_chunks(
-    logits: Tensor,
-    label: Tensor,
-    chunk: int | None,
-    weights: Tensor | None,
-    dice: bool,
-    ce: bool,
-) -> Sums:
-    """Return this rank's sums over all chunks, for Dice, cross-entropy or both."""
-    sums = Sums()
-    for x, truth in _chunks(logits, label, chunk):
-        log_p = x.log_softmax(1)
-        if ce:
-            weighted = truth if weights is None else truth * as_maps(weights[None])
-            sums.log_likelihood = add(sums.log_likelihood, (log_p * weighted).sum())
-            sums.weight = add(sums.weight, weighted.sum())
-            del weighted
-        if dice:
-            p = log_p.exp_()
-            p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
-            sums.overlap = add(sums.overlap, (p * truth).sum(VOXELS))
-            p.add_(truth)
-            sums.size = add(sums.size, p.sum(VOXELS))
-    return sums
-
-
-def _chunks(logits: Tensor, label: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and one-hot labels N K d H W, of a few rows at a time; all classes 0 where the label is IGNORE."""
-    rows = rows_of_chunk(logits, numbers)
-    dtype = exact(logits.dtype)
-    for first in range(0, logits.shape[2], rows):
-        last = first + rows
-        x = logits[:, :, first:last].to(dtype).contiguous()  # softmax would do so unseen
-        index = label[:, None, first:last].long()
-        if torch.are_deterministic_algorithms_enabled():
-            # On a GPU, torch would sort the values of a tensor before it scatters them; the number 1 it need not.
-            truth = torch.zeros_like(x).scatter_(1, index.clamp(min=0), 1).masked_fill_(index == IGNORE, 0)
-        else:
-            truth = torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
-        del index
-        yield x, truth
 
 
 def subsample(label: Tensor, size: torch.Size) -> Tensor:
@@ -277,3 +164,352 @@ def subsample(label: Tensor, size: torch.Size) -> Tensor:
         first_voxels = torch.arange(cells, device=label.device) * stride
         label = label.index_select(axis, first_voxels)
     return label
+
+
+@dataclass
+class Sums:
+    """Sums over voxels from which the losses follow; None in a loss that does not need them."""
+
+    overlap: Tensor | None = None  # N K, probability on voxels of the class
+    size: Tensor | None = None  # N K, probability plus voxels of the class
+    log_likelihood: Tensor | None = None  # of the labels, weighted by class
+    weight: Tensor | None = None  # of all labelled voxels
+
+    def add(self, other: "Sums") -> None:
+        """Add the sums of other voxels of the same images."""
+        for name, part in vars(other).items():
+            if part is not None:
+                total = getattr(self, name)
+                setattr(self, name, part if total is None else total.add_(part))
+
+
+class InChunks(torch.autograd.Function):
+    """Dice, cross-entropy or their sum; of classes or, by a sigmoid, of regions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        label: Tensor,
+        options: LossOptions,
+        dice: bool,
+        ce: bool,
+    ) -> Tensor:
+        options = _as_precise(options, logits)
+        sums = _sum_chunks(logits, label, options, dice, ce)
+        _sum_over_ranks(sums, options.batch_dice)
+        ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
+        value = _value_of(sums, ctx.shares, has_background=options.regions is None)
+        ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
+        ctx.options = options
+        ctx.producer_keeps_no_output = _producer_keeps_no_output(logits)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, label, overlap, size, weight = ctx.saved_tensors
+        may_overwrite = ctx.producer_keeps_no_output and _reference_counts(logits) == Probe.reference_counts()
+        out = logits if may_overwrite else torch.empty_like(logits)
+        by_overlap = by_size = None
+        if size is not None:
+            background = 1 if ctx.options.regions is None else 0
+            images, classes = size.shape
+            scores = images * (classes - background) * ctx.shares
+            by_overlap = -2 / size / scores
+            by_size = overlap / size**2 / scores
+            by_overlap[:, :background] = 0
+            by_size[:, :background] = 0
+        write = _write_gradient if ctx.options.regions is None else _write_gradient_of_regions
+        write(out, logits, label, ctx.options, by_overlap, by_size, weight, gradient)
+        return out, None, None, None, None
+
+
+def _as_precise(options: LossOptions, logits: Tensor) -> LossOptions:
+    """Return the options with tensors as exact as sums of these logits; regions have weights, 1 by default."""
+    weights = options.weights
+    table = options.regions
+    if table is not None:
+        table = table.to(logits.device, _exact(logits.dtype))
+    if weights is not None:
+        weights = weights.to(logits.device, _exact(logits.dtype))
+    elif table is not None:
+        weights = torch.ones_like(table[:, 0])
+    return replace(options, weights=weights, regions=table)
+
+
+def _sum_chunks(logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Sums:
+    """Return this rank's sums over all chunks, for Dice, cross-entropy or both."""
+    if options.regions is not None:
+        return _sum_regions(logits, label, options, options.regions, dice, ce)
+    weights = options.weights
+    sums = Sums()
+    for x, rows in _chunks(logits, options.chunk):
+        truth = _one_hot(x, label[:, rows])
+        log_p = x.log_softmax(1)
+        if ce:
+            weighted = truth if weights is None else truth * _as_maps(weights[None])
+            sums.add(Sums(log_likelihood=(log_p * weighted).sum(), weight=weighted.sum()))
+            del weighted
+        if dice:
+            p = log_p.exp_()
+            p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
+            sums.add(Sums(overlap=(p * truth).sum(VOXELS)))
+            p.add_(truth)
+            sums.add(Sums(size=p.sum(VOXELS)))
+    return sums
+
+
+def _write_gradient(
+    out: Tensor,
+    logits: Tensor,
+    label: Tensor,
+    options: LossOptions,
+    by_overlap: Tensor | None,
+    by_size: Tensor | None,
+    weight: Tensor | None,
+    gradient: Tensor,
+) -> None:
+    """Write the gradient of classes' logits to `out`, which may be `logits`."""
+    for x, rows in _chunks(logits, options.chunk):
+        truth = _one_hot(x, label[:, rows])
+        p = x.softmax(1)
+        valid = truth.sum(1, keepdim=True)
+        if by_overlap is not None and by_size is not None:
+            grad_x = truth * _as_maps(by_overlap)
+            grad_x.add_(_as_maps(by_size)).mul_(valid)
+            grad_x.sub_((p * grad_x).sum(1, keepdim=True)).mul_(p)  # through the softmax
+        else:
+            grad_x = torch.zeros_like(p)
+        if weight is not None:
+            voxel_weight = valid
+            if options.weights is not None:
+                voxel_weight = (truth * _as_maps(options.weights[None])).sum(1, keepdim=True)
+            p.sub_(truth).mul_(voxel_weight / weight)
+            grad_x.add_(p)
+        out[:, :, rows] = grad_x.mul_(gradient)
+
+
+def _one_hot(x: Tensor, label: Tensor) -> Tensor:
+    """Return labels N d H W as N K d H W, like `x`; all classes are 0 where the label is IGNORE."""
+    index = label[:, None].long()
+    if torch.are_deterministic_algorithms_enabled():
+        # On a GPU, torch would sort the values of a tensor before it scatters them; the number 1 it need not.
+        return torch.zeros_like(x).scatter_(1, index.clamp(min=0), 1).masked_fill_(index == IGNORE, 0)
+    return torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
+
+
+def _sum_regions(
+    logits: Tensor,
+    label: Tensor,
+    options: LossOptions,
+    table: Tensor,
+    dice: bool,
+    ce: bool,
+) -> Sums:
+    """Return what `_sum_chunks` does, of regions K L."""
+    assert options.weights is not None
+    weights = options.weights
+    sums = Sums()
+    zero = torch.zeros_like(weights[0])
+    for x, rows in _chunks(logits, options.chunk):
+        truth, valid = _in_regions(x, label[:, rows], table)
+        if ce:
+            surprise = torch.logaddexp(x, zero).addcmul_(x, truth, value=-1)  # -log of the truth's probability
+            surprise.mul_(valid).mul_(_as_maps(weights[None]))
+            sums.add(Sums(log_likelihood=-surprise.sum(), weight=valid.sum() * weights.sum()))
+            del surprise
+        if dice:
+            p = x.sigmoid().mul_(valid)
+            sums.add(Sums(size=p.sum(VOXELS) + truth.sum(VOXELS)))
+            sums.add(Sums(overlap=p.mul_(truth).sum(VOXELS)))
+            del p
+        del x, truth, valid  # before the next chunk is made
+    return sums
+
+
+def _write_gradient_of_regions(
+    out: Tensor,
+    logits: Tensor,
+    label: Tensor,
+    options: LossOptions,
+    by_overlap: Tensor | None,
+    by_size: Tensor | None,
+    weight: Tensor | None,
+    gradient: Tensor,
+) -> None:
+    """Write the gradient of regions' logits to `out`, which may be `logits`."""
+    assert options.weights is not None and options.regions is not None
+    for x, rows in _chunks(logits, options.chunk):
+        truth, valid = _in_regions(x, label[:, rows], options.regions)
+        p = x.sigmoid()
+        if by_overlap is not None and by_size is not None:
+            grad_x = truth * _as_maps(by_overlap)
+            grad_x.add_(_as_maps(by_size)).mul_(p)
+            grad_x.addcmul_(grad_x, p, value=-1)  # through the sigmoid
+        else:
+            grad_x = torch.zeros_like(p)
+        if weight is not None:
+            p.sub_(truth).mul_(_as_maps(options.weights[None] / weight))
+            grad_x.add_(p)
+        out[:, :, rows] = grad_x.mul_(valid).mul_(gradient)
+        del x, truth, valid, p, grad_x  # before the next chunk is made
+
+
+def _in_regions(x: Tensor, label: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the truth of regions, like `x` N K d H W, and N 1 d H W, which is 0 where the label is IGNORE.
+
+    The truth of each region is 1 on its labels and 0 elsewhere, also where the label is IGNORE.
+    """
+    index = label.long()
+    valid = (index != IGNORE).to(table.dtype)[:, None]
+    index = index.clamp(min=0)
+    truth = torch.empty_like(x)
+    for number, holds in enumerate(table):
+        truth[:, number] = holds[index]
+    return truth, valid
+
+
+def _chunks(logits: Tensor, numbers: int | None) -> Iterator[tuple[Tensor, slice]]:
+    """Yield logits N K d H W in the type to sum in, and their rows: as many as have at most `numbers` logits.
+
+    A chunk has at least one row. `numbers` None: as suits the CPU.
+    """
+    length = logits.shape[2]
+    numbers_of_row = logits.numel() // length
+    if numbers is not None:
+        count = max(1, numbers // numbers_of_row)
+    else:
+        count = max(math.ceil(length / CHUNKS), SMALL // numbers_of_row)
+    for first in range(0, length, count):
+        rows = slice(first, first + count)
+        x = logits[:, :, rows].to(_exact(logits.dtype)).contiguous()  # softmax would do so unseen
+        yield x, rows
+        del x
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to sum in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _as_maps(values: Tensor) -> Tensor:
+    """Return values N K as N K 1 1 1."""
+    return values[:, :, None, None, None]
+
+
+def _sum_over_ranks(sums: Sums, batch_dice: bool) -> None:
+    """Add up the sums of all ranks; with `batch_dice`, also the sums of images to one of the batch."""
+    shared = [sums.log_likelihood, sums.weight]
+    if batch_dice and sums.overlap is not None and sums.size is not None:
+        sums.overlap = sums.overlap.sum(0, keepdim=True)
+        sums.size = sums.size.sum(0, keepdim=True)
+        shared += [sums.overlap, sums.size]
+    ranks.all_reduce_sum(tensor for tensor in shared if tensor is not None)
+
+
+def _value_of(sums: Sums, shares: int, has_background: bool) -> Tensor:
+    """Return the loss of the sums, which become smooth; Dice leaves out a background, the first class.
+
+    `shares`: the number of ranks of whose images Dice is the mean; 1 if these are one batch.
+    """
+    value: Tensor | None = None
+    if sums.overlap is not None and sums.size is not None:
+        sums.overlap = 2 * sums.overlap + SMOOTH
+        sums.size = sums.size + SMOOTH
+        score = (sums.overlap / sums.size)[:, int(has_background) :].mean()
+        if shares > 1:
+            score = score / shares
+            ranks.all_reduce_sum([score])
+        value = 1 - score
+    if sums.log_likelihood is not None and sums.weight is not None:
+        sums.weight = sums.weight.clamp(min=1e-8)
+        gain = sums.log_likelihood / sums.weight
+        value = -gain if value is None else value - gain
+    assert value is not None
+    return value
+
+
+def _producer_keeps_no_output(logits: Tensor) -> bool:
+    """Return whether a convolution or a network by a program made the logits: neither reads its output in backward."""
+    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "InTilesBackward")
+
+
+def _reference_counts(tensor: Tensor) -> tuple[int, int]:
+    """Return the references to a tensor in C++ and in Python.
+
+    They depend on the versions of Python and torch: compare them with `Probe.reference_counts()` alone.
+    """
+    return tensor._use_count(), sys.getrefcount(tensor)  # type: ignore[attr-defined]
+
+
+class Probe(torch.autograd.Function):
+    """A measurement of how many references a tensor has in `backward` where autograd alone has kept it.
+
+    Its backward unpacks and counts exactly as that of `InChunks` does, because local names count.
+    """
+
+    counts = (0, 0)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        Probe.counts = _reference_counts(x)
+        return gradient.expand(x.shape)
+
+    @classmethod
+    def reference_counts(cls) -> tuple[int, int]:
+        """Return the counts, measured at the first call."""
+        if cls.counts == (0, 0):
+            with torch.enable_grad():
+                leaf = torch.ones(1, requires_grad=True)
+                cls.apply(leaf * 1).backward()
+        return cls.counts
+
+
+class VolumeLoss:
+    """The training loss of one whole volume, from the probabilities of classes or regions that its windows give anyway.
+
+    It takes no memory of a GPU: strips are on the host, where one plane has a few copies in float64.
+    """
+
+    def __init__(self, options: schema.Loss, outputs: int, regions: Regions | None = None) -> None:
+        """Begin without voxels. `outputs`: the number of classes, or of regions."""
+        facts = schema.LOSSES[options.name]
+        self._terms = (facts.get("dice", False), facts.get("ce", False))
+        weights = torch.tensor(options.weights or [1.0] * outputs, dtype=torch.float64)
+        table = None if regions is None else torch.tensor(regions.table(), dtype=torch.float64)
+        self._options = LossOptions(weights, regions=table)
+        self._sums = Sums()
+        self._has_labels = False
+        self._is_softmax = regions is None
+
+    @staticmethod
+    def exists(options: schema.Loss) -> bool:
+        """Return whether a loss is one of these sums: a function of the user's own may want other tensors."""
+        return options.path is None and bool(schema.LOSSES[options.name].get("in_chunks"))
+
+    def adding(self, strips: Iterator[ProbabilityBlock], label: NDArray[np.integer]) -> Iterator[ProbabilityBlock]:
+        """Yield the strips unchanged, each once it is added; `label` (X, Y, Z) is of the whole volume."""
+        for strip in strips:
+            planes = strip.probabilities.unbind(1)
+            for plane, truth in zip(planes, label[strip.box], strict=True):
+                self._add(plane.double(), torch.tensor(truth))
+            yield strip
+
+    def _add(self, plane: Tensor, truth: Tensor) -> None:
+        """Add probabilities (K, Y, Z) of a plane with these labels (Y, Z), as of the logits that have them."""
+        logits = plane.clamp(min=LEAST).log() if self._is_softmax else plane.clamp(LEAST, MOST).logit()
+        self._sums.add(_sum_chunks(logits[None, :, None], truth[None, None], self._options, *self._terms))
+        self._has_labels |= bool((truth != IGNORE).any())
+
+    def value(self) -> float | None:
+        """Return the loss of the voxels so far; None where none is labelled."""
+        if not self._has_labels:
+            return None
+        return _value_of(replace(self._sums), shares=1, has_background=self._is_softmax).item()

@@ -1,35 +1,22 @@
 """Mixed precision, activation checkpointing and recomputation by a program, applied to a step from outside the model.
 
 Checkpointing changes no bit of loss, gradients, buffers or evaluation output, of stages that compute from their input,
-weights, buffers, attributes and global random numbers; other stages are refused where `stage_state` or `recomputation`
+weights, buffers, attributes and global random numbers; other stages are refused where `checkpointing`
 sees it. A program changes only the rounding.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
 from unet3d.model import half_precision
 from unet3d.recomputing.function import call_by_program
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.refusals import refuse_hooks
-from unet3d.training import recomputation
-from unet3d.training.recomputation import FirstCall, SecondCall
-from unet3d.training.stage_state import (
-    RandomNumbers,
-    StageState,
-    refuse_changed_input,
-    refuse_own_call,
-    rewound,
-    tensor_versions,
-)
+from unet3d.training.checkpointing import checkpointed
 
 
 class Technique(NamedTuple):
@@ -86,87 +73,12 @@ class MemoryPolicy:
                 refuse_hooks(model)
                 return call_by_program(self.program, model, image)
             if self.segment_starts:
-                return self._checkpointed(model, image)
+                return checkpointed(model, image, self.segment_starts)
             return model(image)
-
-    def _checkpointed(self, model: nn.Module, image: Tensor) -> Any:
-        """Return the model's output, and keep for backward only what its segments begin with."""
-        refuse_own_call(model)
-        assert isinstance(model, nn.Sequential)
-        segments = split(list(model), self.segment_starts, recomputation.is_compared(model, image))
-        # A recomputation ends once all that backward needs is saved; RReLU's noise is filled after that.
-        may_end_early = not any(isinstance(module, nn.RReLU) for module in model.modules())
-        with set_checkpoint_early_stop(may_end_early):
-            return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
 
     def scaler(self) -> torch.amp.GradScaler:
         """Return the loss scaling, which only fp16 needs: bf16 has the exponents of fp32."""
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype is torch.float16)
-
-
-class Segment:
-    """Consecutive stages of one forward pass, called in it and a second time in backward, unless `is_last`.
-
-    The second call begins with the state from before the first, which has updated running statistics, for one. With
-    `is_compared`, the second call must compute what the first one did.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        is_last: bool,
-        is_compared: bool = False,
-    ) -> None:
-        self.stages = stages
-        self.is_last = is_last
-        self.states: list[StageState] = []  # of the stages, before their first call
-        self.first_calls = [FirstCall(stage) if is_compared else None for stage in stages]
-        self.random_numbers: RandomNumbers | None = None  # before the first call
-
-    def __call__(self, state: Any) -> Any:
-        if self.random_numbers is not None:
-            return self._recompute(state, self.random_numbers)
-        if self.is_last:
-            for stage in self.stages:
-                state = stage(state)
-            return state
-        self.random_numbers = RandomNumbers()
-        inputs = tensor_versions(state)
-        for stage, first_call in zip(self.stages, self.first_calls, strict=True):
-            before = StageState(stage)
-            self.states.append(before)
-            with first_call or nullcontext():
-                state = stage(state)
-            before.refuse_changes_within()
-            if any(tensor._version != version for tensor, version in inputs):
-                refuse_changed_input(stage)
-        return state
-
-    def _recompute(self, state: Any, random_numbers: RandomNumbers) -> Any:
-        """Return what the first call returned for the same input."""
-        with rewound(random_numbers):
-            for stage, before, first_call in zip(self.stages, self.states, self.first_calls, strict=True):
-                comparison = nullcontext() if first_call is None else SecondCall(first_call)
-                with before.restored() as buffers, comparison:
-                    state = functional_call(stage, buffers, (state,)) if buffers else stage(state)
-        return state
-
-
-def split(
-    stages: Sequence[nn.Module],
-    segment_starts: Sequence[int],
-    is_compared: bool = False,
-) -> list[Segment]:
-    """Return segments that begin with these stages, the first with stage 0.
-
-    checkpoint_sequential keeps the last one's maps in memory.
-    """
-    assert segment_starts[0] == 0 and sorted(set(segment_starts)) == list(segment_starts)
-    segments = []
-    for start, end in pairwise([*segment_starts, len(stages)]):
-        is_last = end == len(stages)
-        segments.append(Segment(stages[start:end], is_last, is_compared and not is_last))
-    return segments
 
 
 def amp_dtype(name: str, device_type: str) -> torch.dtype:

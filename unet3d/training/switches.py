@@ -1,7 +1,10 @@
-"""Switches of torch that a run sets for itself and puts back: kernels that are tried, TF32, determinism."""
+"""Switches of torch that a run sets for itself and puts back: kernels that are tried, TF32, determinism.
+
+Also what is known of the faults of torch's libraries: what refuses a switch, and a version of cuDNN.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +18,10 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACES = ":4096:8"  # with which cuBLAS repeats its results
 REFUSAL = "does not have a deterministic implementation"  # in torch's error, after the operation
 REFUSAL_OF_CUBLAS = "because it uses CuBLAS"  # in the error where cuBLAS was in use before CUBLAS was set
+# Versions that are wrong in bf16, by pytorch's issue, as cuDNN writes them: 91002 for 9.10.2, which torch 2.10 comes
+# with for CUDA 12; for CUDA 13 it is 9.15.1. Another cuDNN may be found first.
+BAD_CUDNN = range(90800, 91500)
+LARGE = 2**30  # elements of a map: of 1.8e9 in the report; nobody has said how much smaller ones are right
 
 
 @contextmanager
@@ -86,3 +93,21 @@ def nondeterminism_error(error: Exception, config: Config) -> UserError | None:
         return None
     advice = "use other layers, or set it to false"
     return UserError(f"deterministic=true: torch has no deterministic {operation}; {advice}")
+
+
+def cudnn_warning(dtype: torch.dtype | None, largest_map: Callable[[], int]) -> str | None:
+    """Return a line on the known fault of 3D convolutions of this type on CUDA here, None without one.
+
+    `largest_map` returns the elements of the largest map of the network; it is called only where they matter.
+    """
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError as error:  # cuDNN here is older than the one that torch was built with
+        return str(error).partition("\n")[0]
+    if dtype is not torch.bfloat16 or cudnn not in BAD_CUDNN or largest_map() < LARGE:
+        return None
+    dotted = f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    return (
+        f"torch {torch.__version__} with cuDNN {dotted} can be wrong in bf16 in 3D convolutions of very large maps, as "
+        "of 1.8e9 elements (pytorch#163539); use cuDNN 9.15 or newer, as builds of torch for CUDA 13 do"
+    )

@@ -1,0 +1,198 @@
+"""Scores of a run: the best, the median and the worst case, and tables by case and by class with their titles."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from unet3d.base.types import Table
+from unet3d.run.record import RunRecord
+from unet3d.run.run_folder import as_number, finite
+from unet3d.training.metrics import NETWORK, NOTE_KEY, mean_of
+
+METRICS = {  # heading, digits
+    "dice": ("Dice", 3),
+    "iou": ("IoU", 3),
+    "hd95_mm": ("HD95 (mm)", 2),
+}
+ROLES = ("best", "median", "worst")
+MOST_COLUMNS = 200  # of the table of a page, which so stays under 2 MB
+MOST_CELLS = 20_000
+SCORES_TITLE = "Scores on the held-out cases"
+OWN_GRIDS = "on the files' own grids"
+MEAN_OF_CLASSES = "mean of classes"
+CaseRow = Mapping[str, str]  # of scores.csv
+
+
+class CaseDice(NamedTuple):
+    """A case's Dice by class, without the classes that it has not, and their mean; None without any class."""
+
+    name: str
+    mean: float | None
+    classes: Mapping[str, float]
+    note: str = ""  # why a Dice is 0
+
+    @property
+    def title(self) -> str:
+        """Its name, and the note in brackets, if there is one."""
+        return f"{self.name} ({self.note})" if self.note else self.name
+
+
+class Score(NamedTuple):
+    """A class's score of one cross-validated method; None where it has no score."""
+
+    folds: tuple[float | None, ...]  # the mean of the cases of each fold
+    cases: tuple[float, ...]  # of all folds, pooled
+    mean: float | None  # of the folds
+    sd: float | None
+    pooled: float | None
+    pooled_sd: float | None
+
+
+def by_class(row: CaseRow, metric: str) -> dict[str, float]:
+    """Return a case's scores by class, without the classes that it has not."""
+    scores = {}
+    for key, cell in row.items():
+        kind, slash, name = str(key).partition("/")
+        value = finite(cell) if slash and kind == metric else None
+        if value is not None:
+            scores[name] = value
+    return scores
+
+
+def ranked(rows: Iterable[CaseRow]) -> list[CaseDice]:
+    """Return the cases from the worst to the best; equals by name; cases without any class last."""
+    cases = []
+    for row in rows:
+        dice = by_class(row, "dice")
+        cases.append(CaseDice(row.get("case", ""), mean_of(dice.values()), dice, row.get(NOTE_KEY) or ""))
+    return sorted(cases, key=lambda case: (case.mean is None, case.mean, case.name))
+
+
+def chosen(rows: Iterable[CaseRow]) -> dict[str, CaseDice]:
+    """Return the best, the median and the worst case by these words; of two cases no median, of one the word "".
+
+    Of an even number the worse of the middle two is the median. Without any Dice, the first case by name.
+    """
+    cases = ranked(rows)
+    scored = [case for case in cases if case.mean is not None]
+    if len(scored) < 2:
+        return {"": cases[0]} if cases else {}
+    roles = {"best": scored[-1]}
+    if len(scored) > 2:
+        roles["median"] = scored[(len(scored) - 1) // 2]
+    roles["worst"] = scored[0]
+    return roles
+
+
+def dice_by_class(rows: Sequence[CaseRow]) -> dict[str, list[float]]:
+    """Return the Dice of all cases that have one, by class."""
+    dice = [by_class(row, "dice") for row in rows]
+    names = [str(key).removeprefix("dice/") for key in (rows[0] if rows else ()) if str(key).startswith("dice/")]
+    return {name: [case[name] for case in dice if name in case] for name in names}
+
+
+def case_table(rows: Sequence[CaseRow]) -> Table:
+    """Return one row per case, the worst first: mean Dice, then Dice, IoU and HD95 by class.
+
+    Of many cases these are the worst.
+    """
+    keys = [(metric, str(key)) for metric in METRICS for key in (rows[0] if rows else ()) if _metric(key) == metric]
+    keys = keys[:MOST_COLUMNS]
+    heads = [f"{METRICS[metric][0]} {key.partition('/')[2]}" for metric, key in keys]
+    rows_of = {row.get("case", ""): row for row in rows}
+    cells = []
+    for case in ranked(rows)[: MOST_CELLS // max(1, len(keys))]:
+        scores = [shown(metric, as_number(rows_of[case.name].get(key))) for metric, key in keys]
+        cells.append([case.title, shown("dice", case.mean), *scores])
+    return Table(["case", "Dice, mean of classes", *heads], cells)
+
+
+def _metric(key: object) -> str:
+    return str(key).partition("/")[0]
+
+
+def shown(metric: str, value: Any) -> str:
+    """Return a score as text; "n/a" for None."""
+    return "n/a" if value is None else f"{value:,.{METRICS[metric][1]}f}"
+
+
+def score_title(run: RunRecord, what: str = SCORES_TITLE) -> str:
+    """Return the title of a table of scores: which weights, whether they are also the best, and on which grid."""
+    parts = [what]
+    if run.last_validation:
+        parts.append(_weights(run))
+        if run.has_own_grids:
+            parts.append(OWN_GRIDS)
+        elif run.spacing:
+            parts.append(f"at {run.spacing}")
+    return ", ".join(parts)
+
+
+def _weights(run: RunRecord) -> str:
+    """Return which weights the last validation scored."""
+    step = run.last_validation["step"]
+    optim = run.settings.get("optim")
+    weights = "last checkpoint" if step == run.last_step else "checkpoint"
+    if isinstance(optim, dict) and optim.get("average") is not None:
+        weights = "average of the weights"
+    also = "; also the best" if run.best_validation.get("step") == step else ""
+    return f"{weights} (step {step}{also})"
+
+
+def score_table(run: RunRecord) -> Table:
+    """Return one row per class, means over the cases of scores.csv, else of the last validation; and their mean."""
+    if run.scores:
+        return _means(_columns(run), counts_cases=True)
+    return _means({key: [value] for key, value in run.last_validation.items()})
+
+
+def network_scores(run: RunRecord) -> tuple[str, Table]:
+    """Return title and scores on the network's grid, of a run with others on the files' grids."""
+    columns = {key.removeprefix(NETWORK): cells for key, cells in _columns(run).items() if key.startswith(NETWORK)}
+    spacing = f", {run.spacing}" if run.spacing else ""
+    return f"The same on the network's grid{spacing}", _means(columns, counts_cases=True)
+
+
+def best_scores(run: RunRecord) -> tuple[str, Table] | None:
+    """Return title and scores of the best weights, from their validation; None if they are the last, or without any."""
+    best = run.best_validation
+    if not best or best["step"] == run.last_validation["step"]:
+        return None
+    where = ", checkpoints/best.pt" if (run.path / "checkpoints" / "best.pt").is_file() else ""
+    spacing = f", at {run.spacing}" if run.spacing else ""
+    title = f"Best checkpoint (step {best['step']}{where}){spacing}"
+    return title, _means({key: [value] for key, value in best.items()})
+
+
+def _columns(run: RunRecord) -> dict[str, list[Any]]:
+    """Return the columns of scores.csv."""
+    return {str(key): [row.get(key) for row in run.scores] for key in run.scores[0]}
+
+
+def _means(columns: Mapping[str, Sequence[Any]], counts_cases: bool = False) -> Table:
+    """Return means of columns `metric/class` or `val/metric/class`, one row per class.
+
+    In brackets stands how many cases have an HD95, unless all have one.
+    """
+    scores = {}
+    for key, cells in columns.items():
+        numbers = map(finite, cells)
+        scores[key.removeprefix("val/")] = [number for number in numbers if number is not None]
+    classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
+    metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
+    means = []
+    rows = []
+    for name in classes:
+        means.append([mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics])
+        row = [name, *map(shown, metrics, means[-1])]
+        if counts_cases:
+            cases = len(scores[f"dice/{name}"])
+            distances = len(scores.get(f"hd95_mm/{name}", ()))
+            if 0 < distances != cases:
+                row[-1] += f" ({distances})"
+            row.append(str(cases))
+        rows.append(row)
+    if len(classes) > 1:
+        of_classes = map(mean_of, zip(*means, strict=True))
+        rows.append([MEAN_OF_CLASSES, *map(shown, metrics, of_classes), *([""] if counts_cases else [])])
+    heads = ["class", *(METRICS[metric][0] for metric in metrics), *(["cases"] if counts_cases else [])]
+    return Table(heads, rows)

@@ -1,0 +1,344 @@
+"""Activation checkpointing of consecutive stages, which changes no bit of loss, gradients, buffers or output.
+
+Checkpointing calls a stage twice in a step. Buffers, attributes of modules, and the random numbers of Python and NumPy
+are put back for the second call; torch's own checkpointing does that for the random numbers of torch. What a call
+changes within an attribute, such as a list that grows, cannot be put back: it is refused by name where it is seen,
+which is one level deep and in the types of `FINGERPRINTS`.
+
+Iterators, callables with a state, what lies deeper, class attributes and what is written through `.data` are not seen
+so. The second call then computes other values, and gradients would be wrong. So in the first passes of a network a few
+numbers of each operation's result are noted in the first call, and the numbers of the second call must be among them.
+Nothing is compared where tensors have no data, and nothing in later passes: a state that changes values only there, or
+none of the noted numbers, is not seen.
+"""
+
+import math
+import random
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
+
+from unet3d.base.errors import UserError
+from unet3d.recomputing.observer import Observer, only_watches
+
+OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as an attribute, all else is torch's own
+COLLECTIONS = (list, tuple, set, frozenset, deque)
+VALUES = (int, float, str, bytes)  # compared by value, others by identity
+PASSES = 2  # of a network, that are compared
+NUMBERS = 256  # that are compared of a result, at most
+# How far they may differ: relative to their norm, root mean square. Kernels of a GPU need not give equal bits.
+TOLERANCE = {"cpu": (1e-6, 0.0)}
+TOLERANCE_ELSEWHERE = (2e-2, 1e-3)
+MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default  # by torch.tensor; it counts as a view
+Numbers = npt.NDArray[np.float64]
+
+_passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def _tensor_version(tensor: Tensor) -> int | None:
+    """Return how often a tensor has been written to; None where torch does not count that."""
+    return None if tensor.is_inference() else tensor._version
+
+
+FINGERPRINTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # by type; they change as the value changes within
+    (Tensor, _tensor_version),
+    (np.ndarray, lambda array: zlib.crc32(array.tobytes())),
+    (bytearray, bytes),
+    (random.Random, lambda generator: repr(generator.getstate())),
+    (np.random.Generator, lambda generator: repr(generator.bit_generator.state)),
+    (np.random.RandomState, lambda generator: repr(generator.get_state())),
+    (torch.Generator, lambda generator: generator.get_state().numpy().tobytes()),
+)
+
+
+def checkpointed(model: nn.Module, image: Tensor, segment_starts: Sequence[int]) -> Any:
+    """Return the output of an nn.Sequential, and keep for backward only what its segments begin with.
+
+    Raises UserError for a network that has more to call than its stages, and for a stage that cannot be called twice.
+    """
+    _refuse_own_call(model)
+    assert isinstance(model, nn.Sequential)
+    segments = split(list(model), segment_starts, is_compared(model, image))
+    # A recomputation ends once all that backward needs is saved; RReLU's noise is filled after that.
+    may_end_early = not any(isinstance(module, nn.RReLU) for module in model.modules())
+    with set_checkpoint_early_stop(may_end_early):
+        return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
+
+
+def _refuse_own_call(model: nn.Module) -> None:
+    """Raise UserError if calling the network runs more than its stages: checkpointing runs those alone."""
+    is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    hooks = [
+        *model._forward_hooks.values(),
+        *model._forward_pre_hooks.values(),
+        *model._backward_hooks.values(),
+    ]
+    if not is_plain or "forward" in vars(model) or not all(map(only_watches, hooks)):
+        fault = "has a forward or hooks of its own, or is no nn.Sequential"
+        raise UserError(f"ckpt: the network {type(model).__name__} {fault}; put them into a stage, or set ckpt=0")
+
+
+def split(stages: Sequence[nn.Module], segment_starts: Sequence[int], is_compared: bool = False) -> list["Segment"]:
+    """Return segments that begin with these stages, the first with stage 0.
+
+    checkpoint_sequential keeps the last one's maps in memory.
+    """
+    assert segment_starts[0] == 0 and sorted(set(segment_starts)) == list(segment_starts)
+    segments = []
+    for start, end in pairwise([*segment_starts, len(stages)]):
+        is_last = end == len(stages)
+        segments.append(Segment(stages[start:end], is_last, is_compared and not is_last))
+    return segments
+
+
+def is_compared(model: nn.Module, image: Tensor) -> bool:
+    """Count a pass with gradients, and return whether it is one of the first, of tensors with data."""
+    if isinstance(image, FakeTensor) or image.is_meta:
+        return False
+    _passes[model] = _passes.get(model, 0) + 1
+    return _passes[model] <= PASSES
+
+
+class Segment:
+    """Consecutive stages of one forward pass, called in it and a second time in backward, unless `is_last`.
+
+    The second call begins with the state from before the first, which has updated running statistics, for one. With
+    `is_compared`, the second call must compute what the first one did.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], is_last: bool, is_compared: bool) -> None:
+        self.stages = stages
+        self.is_last = is_last
+        self.states: list[StageState] = []  # of the stages, before their first call
+        self.first_calls = [FirstCall(stage) if is_compared else None for stage in stages]
+        self.random_numbers: tuple[Any, Any] | None = None  # before the first call
+
+    def __call__(self, state: Any) -> Any:
+        if self.random_numbers is not None:
+            with _drawing_from(self.random_numbers):
+                return self._call_again(state)
+        if self.is_last:
+            for stage in self.stages:
+                state = stage(state)
+            return state
+        self.random_numbers = _random_numbers()
+        inputs = [(leaf, leaf._version) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        for stage, first_call in zip(self.stages, self.first_calls, strict=True):
+            before = StageState(stage)
+            self.states.append(before)
+            with first_call or nullcontext():
+                state = stage(state)
+            before.refuse_changes_within()
+            if any(tensor._version != version for tensor, version in inputs):
+                fault = "writes over its input, from which backward would compute it again"
+                advice = "use inplace=False there, or set ckpt=0"
+                raise UserError(f"ckpt: the stage {type(stage).__name__} {fault}; {advice}")
+        return state
+
+    def _call_again(self, state: Any) -> Any:
+        """Return what the first call returned for the same input."""
+        for stage, before, first_call in zip(self.stages, self.states, self.first_calls, strict=True):
+            comparison = nullcontext() if first_call is None else SecondCall(first_call)
+            with before.restored() as buffers, comparison:
+                state = functional_call(stage, buffers, (state,)) if buffers else stage(state)
+        return state
+
+
+class StageState:
+    """Buffers and attributes of a stage as they are before its first call of a step, and prints of what is in them."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self.stage = stage
+        self.buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+        self.paths = {module: path for path, module in stage.named_modules()}
+        self.attributes = {module: _attributes(module) for module in self.paths}
+        self.fingerprints = self._fingerprints()
+
+    def _fingerprints(self) -> dict[tuple[nn.Module, str], list[Any]]:
+        """Return what changes as a value changes within, for each attribute from before and each parameter."""
+        prints = {}
+        with _disable_current_modes():  # a ledger or fake tensors
+            for module, attributes in self.attributes.items():
+                values = attributes | dict(module.named_parameters(recurse=False))
+                prints.update({(module, name): _fingerprint(value) for name, value in values.items()})
+        return prints
+
+    def refuse_changes_within(self) -> None:
+        """Raise UserError, after the first call, for what has changed and cannot be put back."""
+        now = self._fingerprints()
+        for (module, name), before in self.fingerprints.items():
+            if not _is_same(before, now[module, name]):
+                path = self.paths[module]
+                where = type(self.stage).__name__ + (f".{path}" if path else "")
+                fault = f"{name} of {type(module).__name__} changes within a forward pass"
+                advice = "keep it in a buffer (register_buffer), or set ckpt=0"
+                raise UserError(f"ckpt: {where}: {fault}, so backward cannot compute it again; {advice}")
+
+    @contextmanager
+    def restored(self) -> Iterator[dict[str, Tensor]]:
+        """Put the attributes back within, and yield copies of the buffers to call the stage on.
+
+        Afterwards all is as the first call has left it.
+        """
+        now = {module: _attributes(module) for module in self.paths}
+        _replace_attributes(self.attributes)
+        try:
+            yield {name: buffer.clone() for name, buffer in self.buffers.items()}
+        finally:
+            _replace_attributes(now)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's mode and what its own code has set."""
+    return {name: value for name, value in vars(module).items() if name not in OF_ALL_MODULES}
+
+
+def _replace_attributes(attributes_of: dict[nn.Module, dict[str, Any]]) -> None:
+    """Give each module these attributes and no others."""
+    for module, attributes in attributes_of.items():
+        for name in _attributes(module).keys() - attributes.keys():
+            del vars(module)[name]
+        vars(module).update(attributes)
+
+
+def _fingerprint(value: Any) -> list[Any]:
+    """Return the items of a value, and the fingerprints of it and of them: what changes within, one level deep."""
+    items: list[Any] = []
+    if isinstance(value, dict):
+        items = [*value, *value.values()]
+    elif isinstance(value, COLLECTIONS):
+        items = list(value)
+    elif hasattr(value, "__dict__") and not callable(value):  # modules and types are callable, too
+        items = list(vars(value).values())
+    prints = []
+    for item in (value, *items):
+        prints += [read(item) for kind, read in FINGERPRINTS if isinstance(item, kind)]
+    return items + prints
+
+
+def _is_same(before: list[Any], now: list[Any]) -> bool:
+    """Return whether two fingerprints agree."""
+    if len(before) != len(now):
+        return False
+    pairs = zip(before, now, strict=True)
+    return all(old is new or (isinstance(old, VALUES) and old == new) for old, new in pairs)
+
+
+def _random_numbers() -> tuple[Any, Any]:
+    """Return the state of Python's and NumPy's global random numbers."""
+    return random.getstate(), np.random.get_state()
+
+
+@contextmanager
+def _drawing_from(state: tuple[Any, Any]) -> Iterator[None]:
+    """Draw again within what Python and NumPy have drawn since this state; afterwards, go on from the present one."""
+    now = _random_numbers()
+    try:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        yield
+    finally:
+        random.setstate(now[0])
+        np.random.set_state(now[1])
+
+
+class FirstCall(Observer, TorchDispatchMode):
+    """A record of what the operations of a stage's first call compute."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+        self.noted: dict[tuple[Any, torch.Size], deque[Numbers]] = defaultdict(deque)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in a memory ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        first = result
+        if isinstance(result, tuple | list) and result:
+            first = result[0]  # others may be no values
+        if isinstance(first, Tensor) and _has_values(func, args):
+            numbers = _numbers(first)
+            if numbers is not None:
+                self.see(func, first, numbers)
+        return result
+
+    def see(self, func: Any, result: Tensor, numbers: Numbers) -> None:
+        """Note a result."""
+        self.noted[func, result.shape].append(numbers)
+
+
+class SecondCall(FirstCall):
+    """A comparison that raises UserError for an operation whose result the first call did not have."""
+
+    def __init__(self, first: FirstCall) -> None:
+        super().__init__(first.stage)
+        self.noted = first.noted
+
+    def see(self, func: Any, result: Tensor, numbers: Numbers) -> None:
+        """Compare a result."""
+        relative, absolute = TOLERANCE.get(result.device.type, TOLERANCE_ELSEWHERE)
+        absolute *= len(numbers) ** 0.5  # from a root mean square to a norm
+        noted = self.noted[func, result.shape]
+        for _ in range(len(noted)):
+            candidate = noted[0]
+            difference = np.linalg.norm(numbers - candidate)
+            allowed = relative * np.linalg.norm(candidate) + absolute
+            noted.rotate(-1)  # to what followed in the first call, which is likely to be next
+            if not difference > allowed:  # NaN is equal
+                return
+        fault = f"backward computes other values again ({func.overloadpacket.__name__}) than forward did"
+        advice = "keep what changes in a buffer (register_buffer), or set ckpt=0"
+        raise UserError(f"ckpt: the stage {type(self.stage).__name__} keeps a state, so {fault}; {advice}")
+
+
+def _has_values(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation gives values of its own.
+
+    It does not as a view, as memory that is yet to be written to, and as a cast of a weight, which autocast may make
+    once for several calls.
+    """
+    name = func.overloadpacket.__name__
+    if func.is_view or "empty" in name:
+        return func is MADE_OF_NUMBERS
+    return not (name == "_to_copy" and args[0].requires_grad and args[0].is_leaf)
+
+
+def _numbers(tensor: Tensor) -> Numbers | None:
+    """Return evenly spaced numbers of a tensor, in the order of its memory; None where there is nothing to compare."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    with _disable_current_modes():  # a ledger
+        size = 1
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size += (length - 1) * stride
+        if size != tensor.numel():  # not dense: its memory holds more
+            return None
+        step = max(1, size // NUMBERS) | 1  # odd, or all may be of a few channels or columns
+        count = math.ceil(size / step)
+        return _as_numpy(tensor.detach().as_strided((count,), (step,)).cpu())
+
+
+def _as_numpy(sample: Tensor) -> Numbers:
+    """Return a copy of numbers on the CPU, in memory of NumPy: torch's allocator is measured."""
+    if sample.dtype == torch.bfloat16:  # the upper half of a float32; NumPy has no such type
+        bits = sample.view(torch.int16).numpy().astype(np.int32)
+        return (bits << 16).view(np.float32).astype(np.float64)
+    return sample.numpy().astype(np.float64)
