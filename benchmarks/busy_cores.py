@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from unet3d.cli.process import SPINS
+from unet3d.base.process import SPINS
 
 COMMAND = ["-m", "unet3d", "train", "model=unet_small", "amp=true", "ckpt=2", "eval_every=0", "wandb.mode=disabled"]
 WAYS = {"as unet3d sets it": SPINS, "as OpenMP would have it": "300000"}  # its own number of turns

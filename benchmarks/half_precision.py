@@ -26,7 +26,7 @@ from unet3d.base.types import Batch, Table, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
-from unet3d.memory.technique import choose_technique, predict
+from unet3d.memory.technique import choose_technique, step_peak
 from unet3d.model import half_precision
 from unet3d.training import optim
 from unet3d.training.step import Mark, ignore_mark, train_step
@@ -97,7 +97,7 @@ def ledger_peaks(overrides: Sequence[str]) -> tuple[int, int]:
     meter = LedgerMeter(training.model, training.optimizer)
     for _ in range(MEASURED_STEPS):
         training.step(meter.mark)
-    return predict(training.config, training.config.model)["peak_bytes"], meter.summary()["peak_bytes"]
+    return step_peak(training.config, training.config.model).tensors, meter.summary()["peak_bytes"]
 
 
 def seconds(settings: list[list[str]]) -> list[float]:

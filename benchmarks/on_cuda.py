@@ -37,10 +37,10 @@ PLANS = ("plain", "lean", "tiles")
 TF32 = ("cuda.tf32=true", "cuda.tf32=false")
 AMP = ("amp=false", "amp=true amp_dtype=fp16", "amp=true amp_dtype=bf16")
 NORM = ("model.norm=instance", "model.norm=batch", "model.norm=group")
-CKPT = ("ckpt=0", "ckpt=2", "ckpt=4", "ckpt=auto")
+CKPT = ("ckpt=0", "ckpt=2", "ckpt=4")
 WIDTHS = ("model.features=[16,32,64,128]", "model.features=[32,64,128,256]")
 BF16 = "amp=true amp_dtype=bf16"
-LEVERS = ("", "recompute=lean", "recompute=tiles", "ckpt=2", "ckpt=auto")
+LEVERS = ("", "recompute=lean", "recompute=tiles", "ckpt=2", "ckpt=4")
 NNUNET = f"model=nnunet_hippocampus {BF16}"
 SWITCHES = ("", "channels_last=true", "cuda.benchmark=true", "optim.fused=true", "deterministic=true")
 SWITCHES += ("cuda.benchmark=true channels_last=true", "compile=true", "channels_last=true compile=true")

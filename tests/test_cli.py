@@ -22,14 +22,14 @@ import pytest
 import torch
 from guards import nothing, unchanged, without
 from promises import promise
-from training import PLAIN, ROOT, TINY, face, records, run, status, weights
+from training import PLAIN, ROOT, TINY, face, planned, records, run, status, weights
 from training import train as fork
 from wandb_records import read_run
 
 from unet3d import __main__
 from unet3d.base import errors, progress
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, plan
+from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data import nifti_write
@@ -80,7 +80,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.report.compare.compare_runs": ("compare", "."),
     "unet3d.data.cases.dataset_to_check": ("check-data",),
     "unet3d.cli.options.as_markdown": ("options",),
-    "unet3d.cli.train.parse": ("train",),
+    "unet3d.cli.plan.parse": ("train",),
 }
 
 
@@ -398,14 +398,14 @@ def limit_memory() -> None:
     "`resume=` with another width, patch, seed or data",
     "exit 2, with each option that differs; another learning rate is taken, with a line",
 )
-@without("unet3d.config.resume_rules.refuse_changes", nothing)
+@without("unet3d.config.compose.refuse_changes", nothing)
 def test_resume_refuses_another_network(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     with pytest.raises(UserError, match=r"\bmodel\.features: \[4, 8\] -> \[8, 8\]"):
-        plan.plan([f"resume={finished}", "model.features=[8,8]"])
+        planned([f"resume={finished}", "model.features=[8,8]"])
     for words, part in (([f"resume={finished}", "dry_run=true"], "dry_run"), (["resume=nowhere"], "resume=nowhere")):
         assert code_of(*words) == 2
         printed = capsys.readouterr().err

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unet3d.base import collector
+from unet3d.base import process
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def unfrozen() -> Iterator[None]:
 
 def test_the_collector_passes_over_what_a_library_leaves() -> None:
     frozen = gc.get_freeze_count()
-    with collector.loading("no_such_library"):
+    with process.loading("no_such_library"):
         assert not gc.isenabled()
         objects = [[] for _ in range(100)]
     assert gc.isenabled()
@@ -24,14 +24,14 @@ def test_the_collector_passes_over_what_a_library_leaves() -> None:
 
 
 def test_the_collector_is_back_after_a_library_that_cannot_be_loaded() -> None:
-    with pytest.raises(ModuleNotFoundError), collector.loading("no_such_library"):
+    with pytest.raises(ModuleNotFoundError), process.loading("no_such_library"):
         raise ModuleNotFoundError
     assert gc.isenabled()
 
 
 def test_garbage_of_a_program_that_has_the_library_is_still_collected() -> None:
     frozen = gc.get_freeze_count()
-    with collector.loading("pytest"):
+    with process.loading("pytest"):
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
 
@@ -39,7 +39,7 @@ def test_garbage_of_a_program_that_has_the_library_is_still_collected() -> None:
 def test_who_has_switched_the_collector_off_finds_it_off() -> None:
     gc.disable()
     try:
-        with collector.loading("no_such_library"):
+        with process.loading("no_such_library"):
             pass
         assert not gc.isenabled()
     finally:

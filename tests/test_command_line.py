@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from guards import no, nothing, without
 from promises import promise
-from training import ROOT, TINY, face, yaml_of
+from training import ROOT, TINY, face, planned, yaml_of
 
-from unet3d.base import errors, shell
+from unet3d.base import errors, process
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, options, plan
-from unet3d.cli.process import SafeStream
+from unet3d.base.process import SafeStream
+from unet3d.cli import lifecycle, options
 from unet3d.config import compose, schema
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
@@ -106,7 +106,7 @@ def test_the_command_that_resumes_names_the_code_that_no_run_folder_may(killed: 
     words = shlex.split(lifecycle.how_to_go_on(killed))
     words = words[words.index(f"resume={killed}") :]
     assert words[1:] == parts
-    assert plan.plan(words).config.data.transforms == ["mine:a", "mine:b"]
+    assert planned(words).config.data.transforms == ["mine:a", "mine:b"]
     for content in ("- 1", "a: [", "model: 1"):
         (killed / "config.yaml").write_text(content)
         assert lifecycle.how_to_go_on(killed).endswith(f" resume={killed}")
@@ -124,7 +124,7 @@ def test_the_command_that_trains_is_one_that_is_there(tmp_path: Path, monkeypatc
     def program(typed: str, place: Path) -> list[str]:
         monkeypatch.setattr(sys, "argv", [typed])
         monkeypatch.chdir(place)
-        return shlex.split(shell.training(["a=b c"]))[1:]
+        return shlex.split(process.training_command(["a=b c"]))[1:]
 
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     (tmp_path / "train.py").touch()  # of somebody else
@@ -141,20 +141,20 @@ def test_the_command_that_trains_is_of_this_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_path: bool, name: str
 ) -> None:
     (tmp_path / "python").touch(0o755)
-    monkeypatch.setattr(shell.sys, "executable", str(tmp_path / "python3") if is_on_path else sys.executable)
+    monkeypatch.setattr(process.sys, "executable", str(tmp_path / "python3") if is_on_path else sys.executable)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert shlex.split(shell.training([]))[0] == name
+    assert shlex.split(process.training_command([]))[0] == name
 
 
 def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> None:
     with pytest.raises(UserError, match=r"ckpt=10(?!\d).*\b8\b"):
-        plan.plan(["ckpt=10"])
-    run = plan.plan([f"resume={killed}", "ckpt=10"])
+        planned(["ckpt=10"])
+    run = planned([f"resume={killed}", "ckpt=10"])
     found = run.config
     assert run.folder == killed
     assert (found.ckpt, found.resume, len(found.model.features)) == (10, str(killed), 5)
     with pytest.raises(UserError, match=r"\bresume=auto hydra\.sweep\.dir="):
-        plan.plan([f"resume={killed}", "-m"])
+        planned([f"resume={killed}", "-m"])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> Non
 def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None, named: str) -> None:
     (killed / "config.yaml").unlink() if content is None else (killed / "config.yaml").write_text(content)
     with pytest.raises(UserError, match=rf"\b{named}\b") as caught:
-        plan.plan([f"resume={killed}"])
+        planned([f"resume={killed}"])
     assert "\n" not in str(caught.value)
 
 
@@ -179,7 +179,7 @@ def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None,
 def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) -> None:
     path = killed / "overrides.yaml"
     path.unlink() if content is None else path.write_text(content)
-    assert len(plan.plan([f"resume={killed}"]).config.model.features) == 5
+    assert len(planned([f"resume={killed}"]).config.model.features) == 5
 
 
 @promise("Resume", "`resume=` with another width ...")
@@ -193,10 +193,10 @@ def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) 
         ("data=phantom", "data.patch"),
     ],
 )
-@without("unet3d.config.resume_rules.refuse_changes", nothing, only="seed=1")
+@without("unet3d.config.compose.refuse_changes", nothing, only="seed=1")
 def test_what_would_make_it_another_run_is_refused_however_it_is_written(killed: Path, word: str, option: str) -> None:
     with pytest.raises(UserError, match=rf"^resume\b.* {option}: \S+.* -> "):
-        plan.plan([f"resume={killed}", word])
+        planned([f"resume={killed}", word])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_leaves_it_the_same_run_is_not(killed: Path, word: str) -> None:
     """Also where the word says what is the default, or was so before."""
     config = composed(*LARGE, "optim.lr=0.1")
     (killed / "config.yaml").write_text(yaml_of(*LARGE, "optim.lr=0.1"))
-    found = plan.plan([f"resume={killed}", word]).config
+    found = planned([f"resume={killed}", word]).config
     assert found.optim.lr == {"optim=adamw": 0.003, "optim.lr=0.5": 0.5}.get(word, 0.1)
     assert found.model == config.model and found.data == config.data
 
@@ -214,7 +214,7 @@ def test_what_leaves_it_the_same_run_is_not(killed: Path, word: str) -> None:
 @pytest.mark.parametrize("word", ["experiment=hipocampus", "~experiment", "~data.fold", "optim=null", "nothing=1"])
 def test_a_word_that_names_no_option_of_the_run_is_one_line(killed: Path, word: str) -> None:
     with pytest.raises(UserError) as caught:
-        plan.plan([f"resume={killed}", word])
+        planned([f"resume={killed}", word])
     text = str(caught.value)
     option = re.split(r"[=.]", word.lstrip("~"))[0]
     assert "\n" not in text and re.search(r"needs" if word == "optim=null" else rf"\b{option}\b", text), text
@@ -223,14 +223,14 @@ def test_a_word_that_names_no_option_of_the_run_is_one_line(killed: Path, word: 
 @promise("Resume", "a run that was ...")
 @without("unet3d.cli.lifecycle.checkpoints", no)
 def test_a_job_that_may_have_begun_goes_on_or_begins(killed: Path, tmp_path: Path) -> None:
-    run = plan.plan(["resume=auto", f"hydra.run.dir={killed}", "steps=999"])
+    run = planned(["resume=auto", f"hydra.run.dir={killed}", "steps=999"])
     assert (run.config.steps, run.config.resume, run.folder) == (999, str(killed), killed)
     new = tmp_path / "new"
-    begun = plan.plan(["resume=auto", "model=unet_tiny", f"hydra.run.dir={new}"])
+    begun = planned(["resume=auto", "model=unet_tiny", f"hydra.run.dir={new}"])
     assert (begun.config, begun.folder) == (composed("model=unet_tiny"), new)
     for words in (["resume=auto"], ["resume=auto", "hydra.run.dir=${now:%Y}"]):
         with pytest.raises(UserError, match=r"^resume=auto\b.*\bhydra\.run\.dir="):
-            plan.plan(words)
+            planned(words)
 
 
 @promise("Training", "the same of a ...")
@@ -241,19 +241,19 @@ def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Pat
     config = composed(*words)
     assert config.model.features != compose.compose(["model=cicek2016_2d", "data.patch=[108,108,108]"]).model.features
     (killed / "config.yaml").write_text(yaml_of(*words))
-    found = plan.plan([*words, "resume=auto", f"hydra.run.dir={killed}"]).config
+    found = planned([*words, "resume=auto", f"hydra.run.dir={killed}"]).config
     assert dataclasses.replace(found, resume=None) == config
 
 
-@without("unet3d.config.set_names._chosen", lambda override: [])
+@without("unet3d.config.words._chosen", lambda override: [])
 def test_a_fold_of_two_experiments_goes_on_with_the_words_that_began_it(killed: Path) -> None:
     words = ["experiment=[cicek2016_full,five_folds]", "data.fold=1", "data.phantom.cases=5"]
     config = composed(*words)
     (killed / "config.yaml").write_text(yaml_of(*words))
-    found = plan.plan([*words, "resume=auto", f"hydra.run.dir={killed}"])
-    assert isinstance(found, plan.PlannedRun) and dataclasses.replace(found.config, resume=None) == config
-    jobs = plan.plan(["experiment=[cicek2016_full,five_folds]", "data.phantom.cases=5"])
-    assert not isinstance(jobs, plan.PlannedRun) and [job.config.data.fold for job in jobs] == [0, 1, 2, 3, 4]
+    found = planned([*words, "resume=auto", f"hydra.run.dir={killed}"])
+    assert dataclasses.replace(found.config, resume=None) == config
+    jobs = planned(["experiment=[cicek2016_full,five_folds]", "data.phantom.cases=5"])
+    assert [job.config.data.fold for job in jobs] == [0, 1, 2, 3, 4]
 
 
 @promise(
@@ -263,13 +263,13 @@ def test_a_fold_of_two_experiments_goes_on_with_the_words_that_began_it(killed: 
 )
 def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.root=\$\{oc\.env:HOME\}.*\bdata\.root=\$"):
-        plan.plan(["data.root=${oc.env:HOME}"])
+        planned(["data.root=${oc.env:HOME}"])
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "mine.yaml").write_text('# @package _global_\nwandb: {notes: "costs \\\\${USD} 5"}\n')
     with pytest.raises(UserError, match=r"^wandb\.notes=costs \$\{USD\} 5"):
         compose.compose([compose.search_path(str(tmp_path)), "optim=mine"])
     words = ["seed=0,1", "hydra.sweep.subdir=${hydra.job.override_dirname}"]
-    jobs = plan.plan([*words, "-m"])
+    jobs = planned([*words, "-m"])
     assert [job.folder.name for job in jobs] == ["seed=0", "seed=1"]
 
 
@@ -284,8 +284,8 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     (folder / "optim").mkdir(parents=True)
     (folder / "optim" / "mine.yaml").write_text("lr: 0.5\n")
     words = [compose.search_path(str(folder)), "optim=mine", lifecycle.path_option("hydra.sweep.dir", folder)]
-    job = compose.job(compose.compose_tree(words), 0)
-    assert (job.config.optim.lr, job.folder) == (0.5, folder / "0")
+    composed = compose.compose_tree(words)
+    assert (composed.options.optim.lr, composed.sweep_folder) == (0.5, folder)
 
 
 def test_a_sweep_takes_configs_by_pattern() -> None:
@@ -311,7 +311,7 @@ def test_a_flag_that_does_not_exist_is_one_line_that_says_what_to_write(
 ) -> None:
     (flag,) = (word for word in words if word.startswith("-"))
     with pytest.raises(UserError) as caught:
-        plan.plan(words)
+        planned(words)
     line = str(caught.value)
     assert line.startswith(flag) and {remedy} <= {*re.split(r"[\s;,]+", line)}
     assert face("memory", *words) == 2
@@ -322,17 +322,17 @@ def test_a_flag_that_does_not_exist_is_one_line_that_says_what_to_write(
 @pytest.mark.parametrize("words", [["--config", "3"], ["-c", "4"], ["--cfg"], ["seed=1", "-cd"]])
 def test_a_flag_of_hydra_that_is_not_understood_is_one_line(words: list[str]) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*\bbatch=4$"):
-        plan.plan(words)
+        planned(words)
 
 
 @pytest.mark.parametrize("word", ["--config-name=mine", "--config-path=.", "--experimental-rerun=job.pickle"])
 def test_a_run_has_the_packages_own_config(word: str) -> None:
     with pytest.raises(UserError, match=rf"^{word.partition('=')[0]}\b[^\n]*\bexperiment=NAME$"):
-        plan.plan([word])
+        planned([word])
 
 
 def test_an_option_of_hydras_that_does_nothing_for_a_run_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    plan.plan(["hydra.job.chdir=true", "hydra.run.dir=runs/${hydra:job.name}-${uid:}", "seed=1"])
+    planned(["hydra.job.chdir=true", "hydra.run.dir=runs/${hydra:job.name}-${uid:}", "seed=1"])
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and "hydra.job.chdir=true" in printed
 
@@ -341,12 +341,12 @@ def test_an_option_of_hydras_that_does_nothing_for_a_run_is_one_warning(capsys: 
 def test_a_folder_without_a_name_is_not_the_current_one(word: str) -> None:
     name = re.escape(word.partition("=")[0])
     with pytest.raises(UserError, match=rf"\b{name}=FOLDER\b"):
-        plan.plan(["seed=1", word])
+        planned(["seed=1", word])
 
 
 def test_a_config_group_cannot_be_removed() -> None:
     with pytest.raises(UserError, match=r"^~model\b[^\n]*$"):
-        plan.plan(["~model"])
+        planned(["~model"])
 
 
 def test_the_status_of_a_run_can_be_shown_whatever_it_names(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from promises import promise
 
 from unet3d.base import files
 from unet3d.base.errors import UserError
-from unet3d.config import compose, hydra_errors, resume_rules, rules
+from unet3d.config import compose, hydra_errors, rules
 from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import FACTS, Config
 
@@ -317,13 +317,13 @@ def test_a_resumed_run_names_no_option_that_was_never_given() -> None:
     given = ["model=unet_tiny", f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
     begun = compose.to_plain(compose.compose(given))
     with pytest.raises(UserError, match=r"^resume: .*\binit: ") as caught:
-        resume_rules.resumed(begun, "run", compose.compose_tree(["steps=999", "init=null"]))
+        compose.resumed(begun, "run", compose.compose_tree(["steps=999", "init=null"]))
     assert "init_names" not in str(caught.value)
     lean = compose.to_plain(compose.compose(["model=unet_tiny", "recompute=lean"]))
     with pytest.raises(UserError, match=r"^recompute=lean and ckpt=2: .*; the run that goes on has recompute=lean$"):
-        resume_rules.resumed(lean, "run", compose.compose_tree(["ckpt=2"]))
+        compose.resumed(lean, "run", compose.compose_tree(["ckpt=2"]))
     with pytest.raises(UserError, match=r"^ckpt=99: [^;]*; [^;]*; [^;]*$"):
-        resume_rules.resumed(lean, "run", compose.compose_tree(["ckpt=99", "recompute=none"]))
+        compose.resumed(lean, "run", compose.compose_tree(["ckpt=99", "recompute=none"]))
 
 
 def configs(group: str) -> list[str]:
@@ -518,10 +518,10 @@ def test_a_run_without_an_option_of_a_newer_version_can_resume() -> None:
     now = compose.to_plain(compose.compose([]))
     before = compose.to_plain(compose.compose([]))
     del before["data"]["nonfinite"]
-    resume_rules.refuse_changes(before, now)
+    compose.refuse_changes(before, now)
     before["data"]["affine_check"], before["data"]["allow_outside"] = "warn", True
     with pytest.raises(UserError, match=r"data\.affine_check\b.*\bwarn\b.*\berror$"):
-        resume_rules.refuse_changes(before, now)
+        compose.refuse_changes(before, now)
 
 
 @promise("Config", "a value with a ...")

@@ -16,7 +16,7 @@ from training import TINY, Ended, at_step, call, numbers, records, same, send, s
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
-from unet3d.config.resume_rules import refuse_changes
+from unet3d.config.compose import refuse_changes
 from unet3d.data import prepare
 from unet3d.run import run_folder
 from unet3d.run.checkpoint_manager import CheckpointManager
@@ -150,7 +150,7 @@ def test_a_refused_resume_leaves_no_trace(copy: Path) -> None:
 
 
 @promise("Resume", "`resume=` with another width ...")
-@without("unet3d.config.resume_rules.options_with", none)
+@without("unet3d.config.compose.options_with", none)
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
     before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "steps": 4, "resume": None}
     now = {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "optim": {"lr": 0.1}, "steps": 4, "resume": "run"}

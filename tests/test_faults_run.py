@@ -642,7 +642,7 @@ def to_pipe(writer: Connection) -> None:
 
 
 @promise("Training", "output that is closed ...")
-@without("unet3d.cli.process.install_safe_streams", nothing)
+@without("unet3d.base.process.install_safe_streams", nothing)
 def test_the_reader_of_the_first_line_may_leave(tmp_path: Path) -> None:
     """`train.py 2>&1 | head -1`."""
     reader, writer = SERVER.Pipe(duplex=False)

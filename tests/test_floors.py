@@ -26,7 +26,7 @@ LAYERS = (
     (FACE,),
 )
 LIBRARIES = {
-    "hydra": {"config.compose", "config.hydra_errors", "config.words", "cli.hydra_app"},
+    "hydra": {"config.compose", "config.hydra_errors", "config.words", "cli"},
     "wandb": {"report.wandb_logger"},
     "tensorboard": {"report.tensorboard_logger"},
     "nibabel": {"data"},
@@ -40,7 +40,7 @@ WITHOUT_TORCH = (
     *("base", "config"),
     *("model.geometry", "model.architecture", "data.cases", "memory", "training"),
     *("cli.main", "cli.commands", "cli.predict", "cli.memory", "cli.options"),
-    *("cli.train", "cli.arguments", "cli.plan", "cli.hydra_app", "cli.lifecycle", "cli.sweep"),
+    *("cli.train", "cli.plan", "cli.lifecycle", "cli.sweep"),
 )
 
 

@@ -17,10 +17,10 @@ from hydra.core.singleton import Singleton
 from jobs import SITE, sweep_of
 from promises import promise
 from slurm import one_node
-from training import ROOT, TINY, records, status, train
+from training import ROOT, TINY, planned, records, status, train
 
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, plan, sweep
+from unet3d.cli import lifecycle, sweep
 
 THREE = [*TINY, "data.root=../a,../file,../b"]  # job 1 fails
 
@@ -169,7 +169,7 @@ def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["-m"]], ids=["as it was begun", "-m"])
 def test_the_sweep_of_an_experiment_goes_on_with_all_its_jobs(flags: list[str], tmp_path: Path) -> None:
-    jobs = plan.plan(["experiment=cicek2016_semi", "resume=auto", f"hydra.sweep.dir={tmp_path}", *flags])
+    jobs = planned(["experiment=cicek2016_semi", "resume=auto", f"hydra.sweep.dir={tmp_path}", *flags])
     assert [job.folder for job in jobs] == [tmp_path / str(number) for number in range(9)]
     asked = {(job.config.model.norm, str(job.config.model.kernels), job.config.data.sparse_fold) for job in jobs}
     assert len(asked) == 9

@@ -15,8 +15,8 @@ from promises import promise
 from training import ROOT, TINY, face, status
 from training import train as fork
 
+from unet3d.base import process
 from unet3d.base.errors import UserError
-from unet3d.cli import process
 from unet3d.config import compose
 from unet3d.data import cases, loader
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from guards import none, without
 from promises import promise
-from training import PLAIN, ROOT, TINY, face, records, status
+from training import PLAIN, ROOT, TINY, face, planned, records, status
 from training import train as fork
 
 from unet3d import build
@@ -21,8 +21,8 @@ from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Model
-from unet3d.memory.checkpoint_plan import choose_segments
 from unet3d.memory.preflight import preflight
+from unet3d.memory.segments import choose_segments
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 
@@ -172,7 +172,7 @@ def test_a_run_uses_the_parts(place: Path) -> None:
 
 @promise("checkpoints and run folders", "code is imported only ...")
 @pytest.mark.slow
-@without("unet3d.config.resume_rules.options_with", none)
+@without("unet3d.config.compose.options_with", none)
 def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(place / "run", copy)
@@ -247,9 +247,9 @@ def test_a_sequence_of_stages_can_be_checkpointed(here: Path) -> None:
     config.ckpt = 9
     with pytest.raises(UserError, match=r"^ckpt=9\b.*nn\.Sequential.*\b4\b"):
         choose_segments(config, options)
-    config.ckpt = "auto"
+    config.ckpt = 2
     options.path = "own_parts:Network"
-    with pytest.raises(UserError, match=r"^ckpt=auto\b.*nn\.Sequential.*\b0\b"):
+    with pytest.raises(UserError, match=r"^ckpt=2\b.*nn\.Sequential.*\b0\b"):
         choose_segments(config, options)
 
 
@@ -331,15 +331,15 @@ def keep_words() -> None:
 
 
 def test_a_yaml_in_a_folder_of_ones_own_names_a_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned = plan.plan([*TINY, "--config-dir", "conf", "loss=mine", "dry_run=true"])
-    assert planned.config.loss.path == "own_parts:focal"
+    asked = planned([*TINY, "--config-dir", "conf", "loss=mine", "dry_run=true"])
+    assert asked.config.loss.path == "own_parts:focal"
     assert face("memory", *TINY, "loss=mine", "--config-dir", "nowhere") == 2
     assert "--config-dir=nowhere" in capsys.readouterr().err
     done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "-m", "hydra.sweep.dir=sweep", hook=keep_words)
     assert done.code == 0, done.err
     command = json.loads((here / "words.json").read_text())
     assert command[:3] == [sys.executable, "-m", "unet3d.cli.train"]
-    assert plan.plan(command[3:]).config.loss.path == "own_parts:focal"
+    assert planned(command[3:]).config.loss.path == "own_parts:focal"
     done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "dry_run=true", "hydra.run.dir=dry")
     assert done.code == 0, done.err
     words = yaml.safe_load((here / "dry" / "overrides.yaml").read_text())

@@ -22,14 +22,14 @@ import torch
 import yaml
 from guards import nothing, without, yes
 from promises import promise
-from training import TINY, face
+from training import TINY, face, planned
 from training import train as train_in
 
 import unet3d
 from unet3d import build
 from unet3d.base import files
 from unet3d.base.errors import CheckpointError, DamagedCheckpoint, UserError
-from unet3d.cli import lifecycle, plan
+from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
@@ -423,7 +423,7 @@ def test_a_config_in_a_run_folder_is_not_composed(
 def test_a_config_in_a_run_folder_is_options_and_nothing_else(stranger: Path, line: str, said: str) -> None:
     (stranger / "config.yaml").write_text(f"{line}\n")
     with pytest.raises(UserError, match=said) as caught:
-        plan.plan([f"resume={stranger}"])
+        planned([f"resume={stranger}"])
     assert "\n" not in str(caught.value)
 
 
@@ -474,7 +474,7 @@ def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and str(stranger) in line
     with pytest.raises(UserError, match=str(stranger)):
-        plan.plan([f"resume={stranger}"])
+        planned([f"resume={stranger}"])
     for words in ([f"resume={stranger}"], [*TINY, f"hydra.run.dir={stranger}"]) if name in TRAINED else ():
         ended = train_in(stranger.parent, *words)
         assert ended.code == 2

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from jobs import sweep_of
 from promises import promise
-from training import ROOT, TINY, face, run, train
+from training import ROOT, TINY, face, planned, run, train
 from wandb_records import read_run
 
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, plan, sweep
+from unet3d.cli import lifecycle, sweep
 from unet3d.config.schema import Config, Model
 from unet3d.memory import preflight
 
@@ -208,10 +208,10 @@ def test_an_interrupted_job_ends_the_sweep_in_good_order(tmp_path: Path) -> None
 def test_the_folder_that_is_checked_is_the_one_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("multirun").touch()
-    plan.plan(["seed=0"])
+    planned(["seed=0"])
     with pytest.raises(UserError, match=r"^multirun/.*hydra.sweep.dir=FOLDER"):
-        plan.plan(["seed=0,1", "-m"])
-    plan.plan(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
+        planned(["seed=0,1", "-m"])
+    planned(["seed=0,1", "hydra.sweep.dir=elsewhere", "-m"])
 
 
 @promise("What scripts rely on", "exit code 128 + n", "a job of a sweep was killed by signal n")

@@ -122,7 +122,7 @@ def test_workers_are_a_number_or_auto(value: str) -> None:
         compose.compose([f"workers={value}"])
 
 
-@pytest.mark.parametrize("word", ["ckpt=2", "ckpt=auto", "recompute=lean", "recompute=tiles"])
+@pytest.mark.parametrize("word", ["ckpt=2", "recompute=lean", "recompute=tiles"])
 def test_the_compiler_is_refused_beside_what_makes_maps_again(word: str) -> None:
     with pytest.raises(UserError, match=f"^compile=true and {word}: "):
         compose.compose(["compile=true", word])

@@ -25,11 +25,11 @@ from guards import Guard, are_out
 from PIL import Image
 
 from unet3d.base import progress
-from unet3d.cli import main
+from unet3d.cli import main, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory import preflight, recompute_plan
-from unet3d.memory.technique import choose_technique
+from unet3d.memory import preflight
+from unet3d.memory.technique import choose_technique, saved
 from unet3d.recomputing import prepare, search
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.report.loggers import Loggers
@@ -94,6 +94,12 @@ def face(*arguments: object) -> int:
         return main.main()
     finally:
         sys.argv = before
+
+
+def planned(words: Sequence[str]) -> Any:
+    """Return what `python train.py WORDS` would begin: a job alone, or the jobs of a sweep."""
+    jobs = plan.plan(plan.parse(words))
+    return jobs[0] if jobs[0].number is None else jobs
 
 
 def train(
@@ -166,7 +172,7 @@ def _unpredicted(config: Config, options: Model, before: Any = None) -> prefligh
     """Choose what backward computes a second time, and predict nothing."""
     if config.recompute != "none":
         program = choose_technique(config, options).program
-        schedule = None if program is None else recompute_plan.saved(config, program)
+        schedule = None if program is None else saved(config, program)
         return preflight.Preflight((), schedule, {})
     return preflight.Preflight((0, 2) if config.ckpt else (), None, {})
 

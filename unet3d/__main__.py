@@ -2,13 +2,12 @@
 
 import sys
 
-from unet3d.cli import interrupt
+from unet3d.base import signals
 
 
 def main() -> int:
     """Run the command that the arguments name. Returns its exit code."""
-    is_training = sys.argv[1:2] == ["train"]
-    with interrupt.answered(interrupt.STOPPED if is_training else interrupt.INTERRUPTED):
+    with signals.answered(is_training=sys.argv[1:2] == ["train"]):
         from unet3d.cli import main
 
         return main.main()

@@ -13,7 +13,7 @@ from torch import nn
 
 from unet3d.base import ranks
 from unet3d.base.errors import UserError
-from unet3d.base.regions import Regions
+from unet3d.base.types import Regions
 from unet3d.config import rules
 from unet3d.config.schema import Config, Data, Model, options, options_with
 from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset

@@ -53,7 +53,7 @@ LEVERS = rows(
     tiles bf16
     ckpt=2
     ckpt=2 bf16
-    ckpt=auto fp16
+    ckpt=4 fp16
     """,
 )
 
@@ -156,7 +156,7 @@ NETWORKS = (
         model=unet tiles
         model=unet bf16
         model=unet bf16 ckpt=2
-        model=unet bf16 ckpt=auto
+        model=unet bf16 ckpt=4
         model=unet bf16 lean
         model=unet bf16 tiles
         model=unet bf16 accumulate=4

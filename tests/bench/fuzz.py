@@ -169,7 +169,7 @@ class SoundRun:
         return "refused" if any(ends) else "read"
 
     def _resume(self, folder: Path) -> None:
-        plan.plan([f"resume={folder}"])
+        plan.plan(plan.parse([f"resume={folder}"]))
         CheckpointManager(folder, dict).restore(self.state.load_state_dict)
 
 

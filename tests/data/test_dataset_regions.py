@@ -13,8 +13,7 @@ from promises import promise
 
 from unet3d import build
 from unet3d.base.errors import UserError
-from unet3d.base.regions import Regions
-from unet3d.base.types import IGNORE
+from unet3d.base.types import IGNORE, Regions
 from unet3d.config import compose
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset

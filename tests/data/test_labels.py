@@ -15,7 +15,7 @@ from nifti_files import changed, checked, decathlon, errors, holds, image, label
 from promises import promise
 
 from unet3d.base.errors import UserError
-from unet3d.config import compose, resume_rules
+from unet3d.config import compose
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset
@@ -279,10 +279,10 @@ def test_the_map_goes_through_yaml_json_and_a_checkpoint_and_a_resumed_run_keeps
         assert compose.from_plain(values) == config
     values = json.loads(json.dumps(plain))
     for before, changes in ((values, ["optim.lr=0.1"]), (plain, words)):
-        assert resume_rules.resumed(before, "run", compose.compose_tree(changes)).data == config.data
+        assert compose.resumed(before, "run", compose.compose_tree(changes)).data == config.data
     for other in ("{1:[1,2]}", "null"):
         with pytest.raises(UserError, match=r"^resume: .*\bdata\.label_map: .*2: 4"):
-            resume_rules.resumed(plain, "run", compose.compose_tree([f"data.label_map={other}"]))
+            compose.resumed(plain, "run", compose.compose_tree([f"data.label_map={other}"]))
 
 
 def blind_to_options(hashes: object, *_: object) -> str:

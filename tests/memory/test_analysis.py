@@ -123,9 +123,11 @@ def test_the_forum_is_answered() -> None:
     subject = forum()
     location, narrower = tables.peak_location(subject.entry), narrowed(subject)
     assert (location["level"], location["mostly"]) == (0, "activations")
-    assert narrower[0].options.features == [32, 128, 256, 256] and narrower[0].peak < 0.7 * subject.peak
-    assert narrower[3].peak > 0.98 * subject.peak and narrower[3].parameters < 0.8 * subject.parameters
-    said = sentence({**location, "override": "WIDTHS", "halved_peak_bytes": narrower[0].peak}, subject.peak)
+    assert narrower[0].options.features == [32, 128, 256, 256] and narrower[0].step.tensors < 0.7 * subject.step.tensors
+    assert narrower[3].step.tensors > 0.98 * subject.step.tensors and narrower[3].parameters < 0.8 * subject.parameters
+    said = sentence(
+        {**location, "override": "WIDTHS", "halved_peak_bytes": narrower[0].step.tensors}, subject.step.tensors
+    )
     assert all(part in said for part in ("73%", "level 0", "WIDTHS", "33%")), said
 
 
@@ -133,8 +135,8 @@ def test_where_weights_dominate_the_peak_is_at_the_deep_level() -> None:
     small = estimate("data.patch=[8,8,8]", "batch=1", "model.features=[8,8,256]")
     location = tables.peak_location(small.entry)
     assert location["level"] == 2 and location["mostly"] in ("optimizer", "params")
-    assert "level 2" in sentence(location, small.peak)
-    assert tables.NAMES[location["mostly"]] in sentence(location, small.peak)
+    assert "level 2" in sentence(location, small.step.tensors)
+    assert tables.NAMES[location["mostly"]] in sentence(location, small.step.tensors)
 
 
 @pytest.mark.slow
@@ -142,7 +144,7 @@ def test_a_narrower_network_is_as_precise_and_has_groups_that_divide_its_widths(
     groups = estimate("model.norm=group", "model.groups=8", "model.features=[8,16,32]")
     assert list(narrowed(groups)) == [1, 2], "8 groups do not divide 4 channels"
     subject = replace(estimate("data.patch=[32,32,32]", "optim=adam"), dtype=torch.float16)
-    assert 0.5 * subject.peak < narrowed(subject)[0].peak < 0.8 * subject.peak
+    assert 0.5 * subject.step.tensors < narrowed(subject)[0].step.tensors < 0.8 * subject.step.tensors
 
 
 def test_a_map_is_at_its_resolution_whatever_module_made_it() -> None:
@@ -174,7 +176,7 @@ def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -
     subject = estimate()
     start, rows = analysis.timeline_rows(subject.ledger)
     alive = accumulate((row.change_bytes for row in rows), initial=sum(start.values()))
-    assert max(alive) == subject.peak
+    assert max(alive) == subject.step.tensors
     assert [row.phase for row in rows] == sorted((row.phase for row in rows), key=list(subject.entry["phases"]).index)
 
 
@@ -182,7 +184,7 @@ def test_held_at_the_peak_is_everything_alive() -> None:
     subject = estimate()
     moment = subject.ledger.peak_moment()
     groups = analysis.held(subject.ledger, moment)
-    assert sum(group.bytes for group in groups) == subject.peak
+    assert sum(group.bytes for group in groups) == subject.step.tensors
     assert sum(group.number for group in groups) == len(subject.ledger.alive_at(moment))
 
 
@@ -196,7 +198,7 @@ def test_usual_estimates_miss_the_peak_as_they_do() -> None:
         )
         weights = sum(p.nbytes for p in subject.meter.model.parameters())
         found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
-        errors[activation] = [size / subject.peak - 1 for size in found.values()]
+        errors[activation] = [size / subject.step.tensors - 1 for size in found.values()]
     assert list(found)[3].startswith("torchinfo")
     four_times_weights, _, with_backward, torchinfo, *_, what_autograd_saves = errors["relu"]
     assert four_times_weights < -0.9

@@ -13,9 +13,9 @@ from unet3d.base.errors import UserError
 from unet3d.cli import memory_of_config, memory_of_several
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory import budget as search_of_ways
-from unet3d.memory.out_of_memory import oom_suggestions
+from unet3d.memory import variants as search_of_ways
 from unet3d.memory.preflight import preflight
+from unet3d.memory.remedies import oom_suggestions
 
 WORDS = [
     *("model=unet_tiny", "model.features=[8]", "data.patch=[4,16,16]", "batch=2", "dry_run=true"),
@@ -41,14 +41,14 @@ def out_of_memory() -> None:
 
 
 def choose_segments() -> None:
-    asked = config("ckpt=auto")
+    asked = config("ckpt=3", "model.features=[8,8]")
     preflight(asked, asked.model)
 
 
 LONG: dict[str, tuple[Callable[[], object], int]] = {  # and how many bars, at least
     "memory": (lambda: memory_of_config.print_explanation([*WORDS, "seed=1"], half=False, out=None), 1),
     "peaks": (lambda: memory_of_several.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), 1),
-    "fit": (lambda: memory_of_several.print_fit([*WORDS, "budget=0.2MiB"]), 2),
+    "fit": (lambda: memory_of_several.print_fit([*WORDS, "budget=0.2MiB"]), 1),
     "segments": (choose_segments, 2),
     "out of memory": (out_of_memory, 1),
     "budget": (lambda: refused("budget=0.04MiB"), 2),

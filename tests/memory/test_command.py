@@ -70,13 +70,13 @@ def test_a_relative_with_more_parameters_and_a_lower_peak_is_explained(
 ) -> None:
     monkeypatch.setattr("unet3d.config.compose.choices", lambda group: ["forum_32"])
     monkeypatch.setattr("unet3d.cli.memory_of_config.narrowed", lambda subject: {})
-    monkeypatch.setattr("unet3d.cli.memory_of_config.budget.single_techniques", lambda asked: [])
+    monkeypatch.setattr("unet3d.cli.memory_of_config.variants.single_techniques", lambda asked: [])
     words = ["data.patch=[48,32,32]", "batch=1", "amp=true", "model.in_channels=1", "model.classes=2", *PLAIN]
     assert memory("model=forum_small", *words) == 0
     said = capsys.readouterr().out
     small, large = (estimate([f"model={name}", *words], half=False) for name in ("forum_small", "forum_32"))
-    assert large.parameters > small.parameters and large.peak < small.peak
-    (line,) = (line for line in said.splitlines() if mib(small.peak - large.peak) in line)
+    assert large.parameters > small.parameters and large.step.tensors < small.step.tensors
+    (line,) = (line for line in said.splitlines() if mib(small.step.tensors - large.step.tensors) in line)
     for part in (f"{large.parameters / small.parameters:.1f}", "32 + 64 = 96", "64 + 128 = 192"):
         assert part in line, part
 
@@ -143,7 +143,7 @@ def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
 def test_fit_says_which_combinations_it_does_not_try(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unet3d.cli.memory_of_several.budget.find_fit", lambda asked, limit: ([asked], asked))
+    monkeypatch.setattr("unet3d.cli.memory_of_several.remedies.find_fit", lambda asked, limit: ([asked], asked))
     net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN)
     assert memory("fit", *net, "channels_last=true", "budget=1GiB") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not tried: ")]

@@ -13,38 +13,34 @@ from promises import promise
 from training import PLAIN, face
 
 from unet3d import build
-from unet3d.base import ranks, shell
+from unet3d.base import process, ranks
 from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory import budget as search_of_ways
-from unet3d.memory.budget import (
-    PASSES,
+from unet3d.memory import variants as search_of_ways
+from unet3d.memory.peak import Peak
+from unet3d.memory.preflight import peaks_without, preflight
+from unet3d.memory.remedies import find_fit, oom_in_validation, oom_suggestions, pareto_front
+from unet3d.memory.simulate import validation_peak
+from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.memory.variants import (
     Candidate,
-    find_fit,
-    pareto_front,
-    peaks_without,
-    search,
+    cheaper_activation,
+    depends_on_batch,
+    halves,
+    replaced,
     simulated,
     single_techniques,
-    smaller_networks,
+    ways,
 )
-from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.out_of_memory import oom_in_validation, oom_suggestions
-from unet3d.memory.preflight import preflight
-from unet3d.memory.recompute_plan import estimated_step
-from unet3d.memory.simulate import validation_peak
-from unet3d.memory.stage_profile import profile_stages
-from unet3d.memory.technique import choose_technique, predicted
-from unet3d.memory.variants import cheaper_activation, depends_on_batch, replaced
 
 WORDS = (
     *("model=unet_tiny", "model.features=[8,16]", "data.patch=[4,16,16]", "batch=2", "model.norm=none"),
     *("model.in_channels=1", "model.classes=3", "dry_run=true", *PLAIN),
 )
 ONE_PATCH = ("batch=1", "data.patch=[8,16,16]")
-ROW = re.compile(r" +(?P<mark>~?)(?P<peak>[\d,.]+) +(?P<saves>[\d,.]*) +(?P<again>-?\d+)%  .*")  # "~": estimated
+ROW = re.compile(r" +(?P<peak>[\d,.]+) +(?P<saves>[\d,.]*) +(?P<again>-?\d+)%  .*")
 
 
 def config(*overrides: str) -> Config:
@@ -59,7 +55,7 @@ def option(*overrides: str) -> Candidate:
 @cache
 def peak_of(*overrides: str) -> int:
     asked = config(*overrides)
-    return predicted(asked, asked.model, steps=STEPS_FOR_PEAK).ledger.peak_bytes()
+    return step_peak(asked, asked.model).tensors
 
 
 def refusal(*overrides: str) -> list[str]:
@@ -106,7 +102,7 @@ def test_a_budget_that_does_not_fit_names_what_would_and_a_run_of_it_does() -> N
     found = peak_of(*ONE_PATCH, budget, *words_in(rows[-1]))
     last = ROW.fullmatch(rows[-1])
     assert found <= 0.4 * whole
-    assert last and (last["mark"], last["peak"], last["saves"]) == ("", mib(found), mib(whole - found))
+    assert last and (last["peak"], last["saves"]) == (mib(found), mib(whole - found))
 
 
 @pytest.mark.slow
@@ -124,7 +120,7 @@ def test_fit_prints_a_command_that_fits(without_recompute: None, capsys: pytest.
     last = capsys.readouterr().out.splitlines()[-1]
     assert "batch=1" not in last, "Dice over the batch would be another loss"
     words = shlex.split(last)
-    program = shlex.split(shell.training([]))
+    program = shlex.split(process.training_command([]))
     assert words[1 : 1 + len(program)] == program
     asked = compose.compose(words[1 + len(program) :])
     assert preflight(asked, asked.model).memory["predicted"]["peak_bytes"] <= 0.8 * peak_of()
@@ -148,36 +144,24 @@ def test_fit_says_when_nothing_does(
 def test_the_cheapest_that_fits_is_found(without_recompute: None) -> None:
     """Among all options that fit, the same result and the least recomputation."""
     asked = option("ckpt=3")
-    found = search(asked)
-    assert [row.cost() for row in found] == sorted(row.cost() for row in found)
-    for row in found[:: len(found) // 3]:
-        _, best = find_fit(asked, row.peak_bytes)
-        assert best.peak_bytes <= row.peak_bytes and best.cost()[:2] <= row.cost()[:2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [["ckpt=3", *ONE_PATCH], ["model.features=[16]", "recompute=lean", "batch=1"]], ids=" ".join
-)
-def test_a_refusal_is_the_one_of_a_search_of_all_ways(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = simulated(option(*words))
-    budgets = [f"budget={share * asked.peak_bytes / MIB:.4f}MiB" for share in (0.4, 0.8)]
-    found = [refusal(*words, budget) for budget in budgets]
-    monkeypatch.setattr("unet3d.memory.out_of_memory.find_fit", lambda asked, limit, thorough: find_fit(asked, limit))
-    assert [refusal(*words, budget) for budget in budgets] == found
+    every = sorted(map(simulated, ways(asked)), key=Candidate.cost)
+    for row in every[:: len(every) // 4]:
+        _, best = find_fit(asked, row.step.tensors)
+        assert best.step.tensors <= row.step.tensors
+        assert best.cost()[:2] == min(other.cost()[:2] for other in every if other.step.limited <= row.step.limited)
 
 
 def test_the_front_holds_what_nothing_cheaper_beats() -> None:
     bare = config()
     rows = [
-        Candidate(("a",), "nothing", bare, bare.model, 100, 0.0),
-        Candidate(("b",), "rounding", bare, bare.model, 60, 0.1),
-        Candidate(("c", "d"), "nothing", bare, bare.model, 60, 0.1),
-        Candidate(("c",), "nothing", bare, bare.model, 80, 0.2),
-        Candidate(("e",), "statistics", bare, bare.model, 70, 0.1),
-        Candidate(("f",), "statistics", bare, bare.model, 50, 0.3),
+        Candidate(("a",), "nothing", bare, bare.model, Peak(100), 0.0),
+        Candidate(("b",), "rounding", bare, bare.model, Peak(60), 0.1),
+        Candidate(("c", "d"), "nothing", bare, bare.model, Peak(60), 0.1),
+        Candidate(("c",), "nothing", bare, bare.model, Peak(80), 0.2),
+        Candidate(("e",), "statistics", bare, bare.model, Peak(70), 0.1),
+        Candidate(("f",), "statistics", bare, bare.model, Peak(50), 0.3),
     ]
-    assert [row.overrides for row in pareto_front(sorted(rows, key=Candidate.cost))] == [("a",), ("b",), ("e",), ("f",)]
+    assert [row.overrides for row in pareto_front(rows)] == [("a",), ("b",), ("e",), ("f",)]
 
 
 def test_overrides_replace_those_of_the_same_option() -> None:
@@ -203,26 +187,10 @@ def test_overrides_replace_those_of_the_same_option() -> None:
 def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[str], changed: list[list[str]]) -> None:
     asked = option("data.patch=[8,16,8]", *overrides)
     model = replace(asked.model, kernels=3)
-    found = list(smaller_networks([asked._replace(model=model)]))
+    first = asked._replace(model=model)
+    found = [simulated(row) for row in (first, *halves(first))]
     assert [[word.partition("=")[0] for word in row.overrides] for row in found] == changed
-    assert all(later.peak_bytes < earlier.peak_bytes for earlier, later in pairwise(found))
-    last = found[-1]
-    assert predicted(last.config, last.model, steps=STEPS_FOR_PEAK).ledger.peak_bytes() == last.peak_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [["recompute=lean", "amp=true", "accumulate=2", "optim=adam"], ["recompute=tiles"]], ids=" ".join
-)
-def test_the_peak_with_recompute_is_estimated_without_a_simulation(words: list[str]) -> None:
-    """Without the loss's own tensors, and with all gradients beside the rest; its price is exact."""
-    asked = option("batch=1", "data.patch=[24,32,32]", *words)
-    peak, price = estimated_step(asked.config, asked.model)
-    true = simulated(asked)
-    truth, again = true.peak_bytes, true.step_recompute_fraction * PASSES
-    gradients = 4 * sum(p.numel() for p in build.model(asked.model, 0).parameters())
-    assert 0.9 * truth <= peak <= truth + gradients
-    assert price == pytest.approx(again) and again >= 0
+    assert all(later.step.tensors < earlier.step.tensors for earlier, later in pairwise(found))
 
 
 @pytest.mark.slow
@@ -230,7 +198,7 @@ def test_tiles_cost_convolutions_and_lean_few() -> None:
     large = ("batch=1", "data.patch=[4,24,40]")
     prices = [simulated(option(lever, *large)) for lever in ("recompute=lean", "recompute=tiles")]
     assert prices[0].step_recompute_fraction < 0.05 < prices[1].step_recompute_fraction < 0.5
-    assert prices[1].peak_bytes < prices[0].peak_bytes < profile_stages(*option(*large)[2:4]).peak
+    assert prices[1].step.tensors < prices[0].step.tensors < peak_of(*large)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +225,7 @@ def test_further_ways_are_simulated_one_by_one() -> None:
     found = single_techniques(option())
     ways = [("amp=true",), ("ckpt=2",), ("recompute=lean",), ("recompute=tiles",)]
     assert [row.overrides for row in found] == ways
-    assert [row.peak_bytes for row in found] == [peak_of(*row.overrides) for row in found]
+    assert [row.step.tensors for row in found] == [peak_of(*row.overrides) for row in found]
     assert [row.overrides for row in single_techniques(option("amp=true", "recompute=tiles"))] == []
     assert [row.overrides for row in single_techniques(option("ckpt=2"))] == [("amp=true",)]
 
@@ -266,7 +234,8 @@ def test_further_ways_are_simulated_one_by_one() -> None:
 def test_what_saves_nothing_is_not_suggested(norm: str, without_recompute: None) -> None:
     """Mixed precision makes group norm need more on CUDA. Recompute saves by itself."""
     asked = option("device=cuda", f"model.norm={norm}", "model.features=[8,8]", "data.patch=[16,16,16]", "batch=1")
-    assert any("amp=true" in row.overrides for row in pareto_front(search(asked))) == (norm == "instance")
+    rows = [simulated(row) for row in ways(asked) if not row.config.ckpt]
+    assert any("amp=true" in row.overrides for row in pareto_front(rows)) == (norm == "instance")
 
 
 @pytest.mark.slow
@@ -282,8 +251,8 @@ def test_a_lean_operation_keeps_less(overrides: list[str], word: str, without_re
     asked = config(*overrides)
     ((found, lean),) = cheaper_activation(asked.model)
     assert found == word and not cheaper_activation(lean)
-    assert profile_stages(asked, lean).peak < profile_stages(asked, asked.model).peak
-    assert any(word in row.overrides for row in search(option(*overrides, "batch=1")))
+    assert step_peak(asked, lean).tensors < step_peak(asked, asked.model).tensors
+    assert any(word in row.overrides for row in ways(option(*overrides, "batch=1")))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +280,13 @@ def test_after_out_of_memory_what_needs_less_is_named_whatever_the_budget() -> N
     assert peak_in(before) == mib(peak_of("batch=1"))
     for line in resumed:
         words = words_in(line)
-        assert words[0] == "budget=null" and {*words[1:]} <= {"ckpt=auto", "recompute=lean", "recompute=tiles"}
+        assert words[0] == "budget=null" and {*words[1:]} <= {
+            "ckpt=2",
+            "ckpt=3",
+            "ckpt=4",
+            "recompute=lean",
+            "recompute=tiles",
+        }
         assert peak_in(line) == mib(peak_of("batch=1", *words[1:]))
     assert re.search(r" budget=null recompute=(lean|tiles)$", resumed[-1])
     peaks = [number(peak_in(line)) for line in (before, *resumed, *rows)]
@@ -331,22 +306,11 @@ def test_on_cuda_a_budget_is_of_what_the_allocator_reserves(without_recompute: N
     """A small network's tensors lie in a segment of 2 MiB for each of the allocator's pools."""
     words = ("device=cuda", *ONE_PATCH)
     asked = simulated(option(*words))
-    assert asked.peak_bytes < 2 * MIB <= asked.reserved_bytes
-    title, *_, end = refusal(*words, f"budget={asked.reserved_bytes / MIB - 1}MiB")
-    assert "budget=" in title and mib(asked.reserved_bytes) in end
-    fits = config(*words, f"budget={asked.reserved_bytes / MIB}MiB")
-    assert preflight(fits, fits.model).memory["predicted"]["reserved_bytes"] == asked.reserved_bytes
-
-
-@pytest.mark.slow
-def test_on_cuda_ckpt_auto_splits_until_what_is_reserved_fits() -> None:
-    words = ("device=cuda", "model.features=[8,16]", "data.patch=[32,32,32]", "model.norm=instance")
-    plain = simulated(option(*words))
-    lowest = simulated(option(*words, "ckpt=auto"))
-    assert lowest.reserved_bytes < plain.reserved_bytes
-    budget = f"budget={lowest.reserved_bytes / MIB}MiB"
-    assert simulated(option(*words, "ckpt=auto", budget)).reserved_bytes <= lowest.reserved_bytes
-    assert simulated(option(*words, "ckpt=auto", f"budget={plain.reserved_bytes / MIB}MiB")).segments == 1
+    assert asked.step.tensors < 2 * MIB <= asked.step.reserved
+    title, *_, end = refusal(*words, f"budget={asked.step.reserved / MIB - 1}MiB")
+    assert "budget=" in title and mib(asked.step.reserved) in end
+    fits = config(*words, f"budget={asked.step.reserved / MIB}MiB")
+    assert preflight(fits, fits.model).memory["predicted"]["reserved_bytes"] == asked.step.reserved
 
 
 @promise(
@@ -360,13 +324,13 @@ def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(
 ) -> None:
     words = ("device=cuda", "dry_run=false", "model.features=[16,32]", "data.patch=[16,32,32]")
     asked = simulated(option(*words))
-    gpu[:] = [asked.reserved_bytes - 1, 2 * asked.reserved_bytes]
+    gpu[:] = [asked.step.reserved - 1, 2 * asked.step.reserved]
     title, *rows = refusal(*words)
-    assert mib(asked.reserved_bytes) in title and mib(2 * asked.reserved_bytes) in title
+    assert mib(asked.step.reserved) in title and mib(2 * asked.step.reserved) in title
     assert words_in(rows[-1]) and "reserves" in rows[-1]
     changed = option(*words, *words_in(rows[-1]))
-    assert simulated(changed).reserved_bytes < asked.reserved_bytes
-    gpu[0] = asked.reserved_bytes
+    assert simulated(changed).step.reserved < asked.step.reserved
+    gpu[0] = asked.step.reserved
     capsys.readouterr()
     preflight(asked.config, asked.model)
     assert not capsys.readouterr().err
@@ -431,13 +395,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return memory
 
 
-def test_a_budget_that_was_too_high_is_the_first_thing_to_go(without_recompute: None) -> None:
-    """For it, `ckpt=auto` may have kept all of a network."""
-    words = ("ckpt=auto", "amp=true", "batch=1", "data.patch=[4,32,32]")
-    asked = config(*words, "budget=8GiB")
-    _, _, before, first = islice(oom_suggestions(asked, asked.model), 4)
-    assert words_in(first) == ["budget=null"]
-    assert peak_in(first) == mib(peak_of(*words)) != peak_in(before)
+def test_a_budget_that_was_too_high_is_the_first_thing_to_go() -> None:
+    """For it, `recompute=auto` may have kept all of a network."""
+    words = ("amp=true", "batch=1", "data.patch=[4,32,32]")
+    asked = config(*words, "recompute=auto", "budget=8GiB")
+    _, _, before, first = islice(oom_suggestions(asked, asked.model, seconds=0.1), 4)
+    assert words_in(first) == ["budget=null", "recompute=tiles"]
+    assert peak_in(first) == mib(peak_of(*words, "recompute=tiles")) != peak_in(before)
 
 
 def test_an_option_is_simulated_with_the_segments_that_a_run_chooses() -> None:
@@ -445,5 +409,5 @@ def test_an_option_is_simulated_with_the_segments_that_a_run_chooses() -> None:
     found = simulated(asked)
     assert found.segments == 2 and found.step_recompute_fraction > 0
     memory = preflight(asked.config, asked.model).memory
-    assert memory["predicted"]["peak_bytes"] == found.peak_bytes
-    assert memory["without"] == {"ckpt=2": profile_stages(asked.config, asked.model).peak}
+    assert memory["predicted"]["peak_bytes"] == found.step.tensors
+    assert memory["without"] == {"ckpt=2": peak_of("optim=adamw")}

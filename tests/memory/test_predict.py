@@ -18,7 +18,7 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.preflight import preflight
 from unet3d.memory.simulate import simulate
-from unet3d.memory.technique import choose_technique, predict
+from unet3d.memory.technique import choose_technique, predicted, step_peak
 from unet3d.memory.variants import resized
 from unet3d.training import optim
 from unet3d.training.policy import Technique
@@ -131,10 +131,9 @@ def test_every_named_network_is_predicted_to_the_byte(name: str) -> None:
 @pytest.mark.slow
 def test_a_prediction_chooses_segments_as_a_run_does() -> None:
     options = config("ckpt=3")
-    predicted = predict(options, options.model)
+    meter = predicted(options, options.model)
     measured = measure(options, choose_technique(options, options.model), MEASURED_STEPS)
-    assert predicted.pop("parameters") == sum(p.numel() for p in build.model(options.model, 0).parameters())
-    assert predicted == measured
+    assert meter.summary() == measured
 
 
 @pytest.mark.slow
@@ -148,10 +147,10 @@ def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
 
 @pytest.mark.slow
 def test_a_run_over_its_budget_stops_and_one_within_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unet3d.memory.budget.WITH_BUDGET", ())
-    monkeypatch.setattr("unet3d.memory.budget.PLANS", ())  # what would need less: without recompute, which takes long
+    monkeypatch.setattr("unet3d.memory.variants.WITH_BUDGET", ())
+    monkeypatch.setattr("unet3d.memory.variants.PLANS", ())  # what would need less: without recompute, which takes long
     options = config("batch=1", *PLAIN)
-    peak = predict(options, options.model)["peak_bytes"]
+    peak = step_peak(options, options.model).tensors
     options.budget = f"{(peak - 4) / 2**20}MiB"
     with pytest.raises(UserError, match=rf"budget={re.escape(options.budget)}"):
         preflight(options, options.model)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,24 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import MIB
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory import budget as search_of_ways
-from unet3d.memory import recompute_plan
-from unet3d.memory.budget import Candidate, find_fit
-from unet3d.memory.checkpoint_plan import choose_segments
+from unet3d.memory import technique
+from unet3d.memory import variants as search_of_ways
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import preflight
-from unet3d.memory.recompute_plan import choose_program, curve, prepared, saved, technique
-from unet3d.memory.saved_schedule import SavedSchedule
+from unet3d.memory.remedies import find_fit
+from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import validation_peak
-from unet3d.memory.technique import choose_technique
+from unet3d.memory.tables import SavedSchedule
+from unet3d.memory.technique import (
+    by_program,
+    choose_program,
+    choose_technique,
+    prepared,
+    saved,
+    some_schedules,
+    step_peak,
+)
+from unet3d.memory.variants import Candidate
 from unet3d.recomputing import search
 from unet3d.recomputing.prepare import by_plan, retraced
 from unet3d.training.policy import PLAIN as NOTHING
@@ -45,7 +51,7 @@ def config(*overrides: str) -> Config:
 
 def peak_of(*overrides: str) -> int:
     asked = config(*overrides)
-    return step_peak(asked, asked.model, choose_technique(asked, asked.model)).peak_bytes
+    return step_peak(asked, asked.model).tensors
 
 
 def test_auto_goes_below_tiles_where_a_schedule_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +60,9 @@ def test_auto_goes_below_tiles_where_a_schedule_needs_less_memory(monkeypatch: p
     program = prepared(asked, asked.model)
     least = search.least_memory(program.schedules)
     assert least.peak_bytes < by_plan(program, "tiles").schedule.peak_bytes, "else there is nothing to test"
-    budget = step_peak(asked, asked.model, technique(program.by(least))).peak_bytes
+    budget = step_peak(asked, asked.model, by_program(program.by(least))).tensors
     asked = config("recompute=auto", f"budget={(budget + 1) / MIB:.6f}MiB")
-    assert step_peak(asked, asked.model, choose_program(asked, asked.model)).peak_bytes <= budget + 2
+    assert step_peak(asked, asked.model).tensors <= budget + 2
 
 
 @pytest.mark.slow
@@ -67,11 +73,16 @@ def test_a_budget_gets_the_least_work_with_which_the_simulated_step_fits() -> No
     for share in (1.0, 0.7, 0.4, 0.1, 0.0):
         budget = least + share * (plain - least)
         asked = config("recompute=auto", f"budget={(budget + 1) / MIB:.6f}MiB")
-        technique = choose_program(asked, asked.model)
-        assert step_peak(asked, asked.model, technique).peak_bytes <= budget + 2
-        works.append(technique.forward_recompute_fraction)
+        chosen = choose_program(asked, asked.model)
+        assert step_peak(asked, asked.model, chosen).tensors <= budget + 2
+        works.append(chosen.forward_recompute_fraction)
         if share == 1.0:
-            assert technique == NOTHING
+            assert chosen == NOTHING
+            continue
+        assert chosen.program is not None
+        schedules = chosen.program.schedules
+        before = schedules[schedules.index(chosen.program.schedule) - 1]
+        assert step_peak(asked, asked.model, by_program(chosen.program.by(before))).tensors > budget, "less work"
     assert works == sorted(works)
     assert works[0] < works[-1]
 
@@ -221,18 +232,16 @@ def test_segments_and_recompute_are_chosen_by_their_options() -> None:
 
 @pytest.mark.slow
 def test_the_curve_falls_in_memory_as_it_rises_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_plan, "CURVE_POINTS", 5)
+    monkeypatch.setattr(technique, "CURVE_SCHEDULES", 5)
     asked = config("recompute=tiles", "data.patch=[24,24,32]")
-    points = curve(asked, asked.model)
-    assert len(points) > 3
-    for before, after in pairwise(points):
-        assert after.work > before.work
-        assert after.peak_bytes <= before.peak_bytes
-    plain = replace(asked, recompute="none")
-    assert points[0].peak_bytes < step_peak(plain, asked.model).peak_bytes
-    assert (
-        points[-1].peak_bytes <= 1.01 * step_peak(asked, asked.model, choose_technique(asked, asked.model)).peak_bytes
-    )
+    steps = some_schedules(asked, asked.model)
+    assert len(steps) > 3
+    work = [step.forward_recompute_fraction for step in steps]
+    assert work == sorted(set(work))
+    sizes = [step_peak(asked, asked.model, step).tensors for step in steps]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] < step_peak(replace(asked, recompute="none"), asked.model).tensors
+    assert sizes[-1] <= 1.01 * step_peak(asked, asked.model).tensors
 
 
 @pytest.mark.slow
@@ -246,7 +255,7 @@ def test_what_fits_a_budget_may_be_a_schedule_for_it() -> None:
     assert any("recompute=auto" in words for words in ways)
     for words, row in ways.items():
         if "recompute=auto" in words:
-            assert row.occupied_bytes <= budget
+            assert row.step.limited <= budget
 
 
 def with_frozen_parts(in_channels: int, classes: int) -> nn.Module:

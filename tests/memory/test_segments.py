@@ -1,7 +1,7 @@
 """Checkpointed segments, chosen from one simulated step without them, against simulated steps with them."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -14,20 +14,16 @@ from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.checkpoint_plan import (
-    best_segment_starts,
+from unet3d.memory.segments import (
+    SegmentStarts,
+    StageProfile,
     choose_segments,
+    partitions,
+    profile_stages,
+    ranking_peak,
     simulated_steady_peak,
 )
 from unet3d.memory.simulate import simulate
-from unet3d.memory.stage_profile import (
-    SegmentStarts,
-    StageProfile,
-    estimated_peak,
-    forward_recompute_fraction,
-    partitions,
-    profile_stages,
-)
 from unet3d.training.policy import Technique
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages
@@ -51,8 +47,8 @@ def profiled(*overrides: str) -> StageProfile:
 
 
 @cache
-def chosen(ckpt: int | str, *overrides: str, budget: str | None = None) -> SegmentStarts:
-    asked = replace(config(*overrides), ckpt=ckpt, budget=budget)
+def chosen(ckpt: int, *overrides: str) -> SegmentStarts:
+    asked = replace(config(*overrides), ckpt=ckpt)
     return choose_segments(asked, asked.model).segment_starts
 
 
@@ -63,14 +59,19 @@ def true_peak(segment_starts: SegmentStarts, *overrides: str) -> int:
     ).ledger.peak_bytes()
 
 
+def all_partitions(stages: int) -> list[SegmentStarts]:
+    """Return all ways to split so many stages into two segments or more."""
+    return [starts for count in range(2, stages + 1) for starts in partitions(stages, count)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", NETS[1:], ids=" ".join)
-def test_a_peak_with_segments_is_estimated_from_a_step_without_them(overrides: tuple[str, ...]) -> None:
+def test_splits_are_ranked_from_a_step_without_them(overrides: tuple[str, ...]) -> None:
     profile = profiled(*overrides)
-    every = list(partitions(len(profile.forward), len(profile.forward)))
-    assert estimated_peak(profile, (0,)) == profile.peak == true_peak((), *overrides)
+    every = all_partitions(len(profile.forward))
+    assert ranking_peak(profile, (0,)) == profile.step.tensors == true_peak((), *overrides)
     for segment_starts in every[len(every) // 4 :: len(every) // 2]:
-        error = estimated_peak(profile, segment_starts) / true_peak(segment_starts, *overrides) - 1
+        error = ranking_peak(profile, segment_starts) / true_peak(segment_starts, *overrides) - 1
         assert NEAR[0] < error < NEAR[1], segment_starts
 
 
@@ -91,58 +92,16 @@ def test_with_segments_of_equal_length_another_one_may_need_more() -> None:
 
 @pytest.mark.slow
 def test_the_choice_is_the_best_of_all() -> None:
-    best = min(true_peak(segment_starts, *SMALL) for segment_starts in partitions(4, 4))
+    best = min(true_peak(segment_starts, *SMALL) for segment_starts in all_partitions(4))
     assert true_peak(chosen(4, *SMALL), *SMALL) == best
-    assert chosen("auto", *SMALL) == chosen(4, *SMALL)
-
-
-@pytest.mark.parametrize("share", [0.05, 0.65])
-def test_with_a_budget_auto_recomputes_as_little_as_fits(share: float) -> None:
-    """Between the lowest peak and the whole: nothing that recomputes less fits."""
-    low, whole, profile = true_peak(chosen("auto", *SMALL), *SMALL), true_peak((), *SMALL), profiled(*SMALL)
-    budget = int(low + share * (whole - low)) // 2**10 * 2**10
-    frugal = chosen("auto", *SMALL, budget=f"{budget / 2**20}MiB")
-    assert true_peak(frugal, *SMALL) <= budget
-    limit = forward_recompute_fraction(profile, frugal)
-    cheaper = [choice for choice in partitions(4, 4) if forward_recompute_fraction(profile, choice) < limit]
-    assert all(true_peak(segment_starts, *SMALL) > budget for segment_starts in cheaper)
-
-
-@pytest.mark.parametrize(("budget", "as_chosen_for"), [("100GiB", 0), ("0.1MiB", "auto")])
-def test_with_room_enough_auto_splits_nothing_and_with_none_it_takes_the_lowest_peak(
-    budget: str, as_chosen_for: int | str
-) -> None:
-    assert chosen("auto", *SMALL, budget=budget) == chosen(as_chosen_for, *SMALL)
-
-
-def test_segments_that_just_do_not_fit_hide_none_that_recomputes_more() -> None:
-    """Ten stages; 29 ways that recompute six of them are 1 byte over the budget."""
-    count = 10
-    even = StageProfile(
-        peak=100,
-        reserved=0,
-        forward=[0] * count,
-        backward=[10 * (stage + 1) for stage in range(count)],
-        waiting=[0] * count,
-        outside=0,
-        update=0,
-        saved=[10 * stage for stage in range(count + 1)],
-        inputs=[frozenset()] * count,
-        sizes={},
-        flops=[1] * count,
-        optimizer_state=0,
-    )
-    segment_starts = best_segment_starts(even, 1, count, partial(estimated_peak, even), budget=39)
-    assert estimated_peak(even, segment_starts) <= 39 and forward_recompute_fraction(even, segment_starts) == 0.7
 
 
 @pytest.mark.slow
-def test_where_weights_set_the_peak_auto_recomputes_nothing_and_a_number_as_little_as_it_can() -> None:
-    """No segments lower what the optimizer's step needs: weights, gradients and Adam's moments."""
+def test_where_weights_set_the_peak_no_segments_lower_it() -> None:
+    """What the optimizer's step needs: weights, gradients and Adam's moments."""
     wide = ("model=unet_tiny", "model.features=[4,256]", "data.patch=[8,8,8]", "batch=1")
     found = profiled(*wide)
     assert found.update > max(*found.forward, *found.backward)
-    assert chosen("auto", *wide) == ()
     asked = chosen(3, *wide)
     assert len(asked) > 1 and true_peak(asked, *wide) == true_peak((), *wide)
 

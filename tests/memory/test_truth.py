@@ -201,9 +201,9 @@ ODD = {
     "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] ckpt=2 batch=1 accumulate=2",
     "batch norm, in place, accumulated, checkpointed": "model.features=[6,10] model.classes=4 model.norm=batch "
     "model.activation=leaky_relu model.inplace=true optim=sgd data.patch=[27,33,19] ckpt=3 accumulate=2",
-    "valid, dropout, class weights, ckpt=auto": "model.features=[4,8] model.norm=batch_current model.padding=valid "
+    "valid, dropout, class weights, ckpt=3": "model.features=[4,8] model.norm=batch_current model.padding=valid "
     "model.widen=second model.dropout=0.3 model.classes=7 model.up_reduce=false optim.average=0.9 optim.clip=null "
-    "loss.weights=[1,2,3,4,5,6,7] data.patch=[28,24,24] ckpt=auto batch=1 accumulate=2",
+    "loss.weights=[1,2,3,4,5,6,7] data.patch=[28,24,24] ckpt=3 batch=1 accumulate=2",
     "no norm, nearest, cross-entropy": "model.features=[5,9] model.norm=none model.activation=silu model.classes=2 "
     "model.upsampling=nearest model.conv_bias=false model.strides=[[3,2,1]] model.kernels=[[3,5,1],[3,3,3]] "
     "optim=adamw optim.average=0.5 loss=ce data.patch=[17,21,29] ckpt=2 batch=3 accumulate=2",

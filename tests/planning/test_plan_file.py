@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 from promises import promise
-from training import face
+from training import face, planned
 
 from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml
-from unet3d.cli import plan as planned_runs
 from unet3d.config import compose
-from unet3d.config.compose import Job
 from unet3d.report.summary import plan_entry, promises
 
 OPTIONS = {
@@ -56,10 +54,11 @@ def test_a_chosen_optimizer_brings_its_rate(plan: Path) -> None:
 
 
 def test_each_job_of_a_sweep_has_the_plan(plan: Path, tmp_path: Path) -> None:
-    jobs = planned_runs.plan(["-m", f"plan={plan}", "batch=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    assert all(isinstance(job, Job) for job in jobs)
+    jobs = planned(["-m", f"plan={plan}", "batch=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     assert [(job.config.batch, job.config.data.patch) for job in jobs] == [(1, [32, 32, 8]), (2, [32, 32, 8])]
-    assert f"plan={plan}" in jobs[0].overrides and not any("patch" in word for word in jobs[0].overrides)
+    assert f"plan={plan}" in jobs[0].composed.task_overrides and not any(
+        "patch" in word for word in jobs[0].composed.task_overrides
+    )
 
 
 @promise(

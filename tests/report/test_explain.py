@@ -27,7 +27,7 @@ from unet3d.config import compose
 from unet3d.memory.meter import COUNTED
 from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
-from unet3d.memory.technique import predict
+from unet3d.memory.technique import step_peak
 from unet3d.report import explained
 from unet3d.run import run_folder
 from unet3d.training import optim
@@ -91,7 +91,7 @@ def test_of_the_packages_own_network_it_says_what_a_run_is_predicted_to_need() -
     model = build.model(config.model, 0)
     label = torch.zeros(1, 16, 16, 16, dtype=torch.int16)
     found = unet3d.memory.explain(model, SHAPE, build.loss(config, 3), lambda weights: made(model), label=label)
-    assert found.peak_bytes == predict(config, config.model)["peak_bytes"]
+    assert found.peak_bytes == step_peak(config, config.model).tensors
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d import build
-from unet3d.base.regions import Regions
-from unet3d.base.types import IGNORE
+from unet3d.base.types import IGNORE, Regions
 from unet3d.config.schema import Config
 from unet3d.memory.ledger import Ledger
 from unet3d.training.losses import SMOOTH, LossOptions, LossTerm, SegmentationLoss, ce, dice, dice_ce

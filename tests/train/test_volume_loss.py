@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.base.regions import Regions
-from unet3d.base.types import IGNORE, ProbabilityBlock
+from unet3d.base.types import IGNORE, ProbabilityBlock, Regions
 from unet3d.config.schema import Loss
 from unet3d.training.losses import LOSSES, SMOOTH, LossOptions, VolumeLoss
 from unet3d.training.metrics import CaseScore, summarise

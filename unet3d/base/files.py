@@ -290,11 +290,15 @@ def _opened(path: Path, most: int) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-def read_yaml(path: Path, as_written: bool = False) -> Any:
-    """Return the plain values of a YAML file, None where it is empty or missing. Raises UserError.
+def read_yaml(path: Path) -> Any:
+    """Return the plain values of a YAML file, None where it is empty or missing. Raises UserError."""
+    return read_yaml_as_written(path)[0]
 
-    With `as_written` each scalar is the text that stands there. Aliases are refused: with them a small file describes
-    values without end.
+
+def read_yaml_as_written(path: Path) -> tuple[Any, Any]:
+    """Return the same, and a second time with each scalar as the text that stands there. Raises UserError.
+
+    Aliases are refused: with them a small file describes values without end.
     """
     text = read_text(path, LARGEST_YAML)
     depth = 0
@@ -306,9 +310,14 @@ def read_yaml(path: Path, as_written: bool = False) -> Any:
                 depth -= 1
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST_YAML:
                 raise ValueError(f"it has an alias, or more than {DEEPEST_YAML} levels")
-        values = yaml.BaseLoader(text).get_single_data() if as_written else yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        written = yaml.BaseLoader("").construct_document(node)  # first: the other puts in what merge keys name
+        values = loader.construct_document(node)
         _refuse_odd_values(values)
-        return values
+        return values, written
     except (*TAGGED, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 

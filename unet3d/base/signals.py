@@ -7,7 +7,7 @@ raised is raised again by a further signal, and by `raise_again`, which every ph
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ from unet3d.base.errors import Preempted
 
 # from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+INTERRUPTED = 130  # exit code: 128 + SIGINT's number
 _answers: list[Callable[[], None]] = []  # of those who take signals, each raises what one has asked for; innermost last
 
 
@@ -147,6 +148,33 @@ def interrupted() -> Iterator[Stop]:
             yield stop
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def answered(is_training: bool = False) -> Iterator[None]:
+    """Within, Ctrl-C prints a line and raises SystemExit, whatever a library makes of the interrupt.
+
+    Also while libraries load: this module loads none. A training has handlers of its own once it has begun.
+    """
+    with nullcontext(Stop()) if is_training else interrupted() as was_asked:
+        try:
+            yield
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            if not was_asked() and not _follows_interrupt(error):
+                raise
+        else:
+            return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be ended
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(Preempted.exit_code if is_training else INTERRUPTED) from None
+
+
+def _follows_interrupt(error: BaseException) -> bool:
+    """Return whether a library, as it was loaded, has made another error of an interrupt."""
+    cause = error.__cause__ or error.__context__
+    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _follows_interrupt(cause))
 
 
 def ignore() -> None:

@@ -2,6 +2,6 @@
 
 main (all commands), commands (the short ones), predict; memory, memory_of_config, memory_of_module, memory_of_several,
 memory_below.
-train (main and `unet3d.train`), arguments, plan, sweep, hydra_app, lifecycle, training_job (one training; loads torch).
-options (the help), process, interrupt.
+train (main and `unet3d.train`), plan, sweep, lifecycle.
+options (the help).
 """

@@ -18,11 +18,11 @@ from typing import IO
 
 from omegaconf import OmegaConf
 
-from unet3d.base import errors, ranks, shell, signals
+from unet3d.base import errors, process, ranks, signals
 from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
 from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
+from unet3d.base.signals import INTERRUPTED
 from unet3d.cli import options
-from unet3d.cli.interrupt import INTERRUPTED
 from unet3d.config import compose
 from unet3d.config.schema import Config, options_with
 from unet3d.run import run_folder
@@ -181,7 +181,7 @@ def how_to_go_on(folder: Path) -> str:
     if not checkpoints(folder):
         return "there is no checkpoint yet to go on from"
     words = [path_option("resume", folder), *_imports(folder)]
-    return f"to go on: {shell.training(words)}"
+    return f"to go on: {process.training_command(words)}"
 
 
 def _imports(folder: Path) -> list[str]:

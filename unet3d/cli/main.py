@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unet3d import __version__
-from unet3d.base import collector
+from unet3d.base import process
 from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
-from unet3d.cli import commands, lifecycle, memory, plan_command, plan_network, predict, process, train
+from unet3d.cli import commands, lifecycle, memory, plan_command, plan_network, predict, train
 from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
 
@@ -28,8 +28,7 @@ EXAMPLES = """examples:
 
 def main() -> int:
     """Run the command that the arguments name. Return its exit code."""
-    process.share_cores()
-    collector.rest_at_exit()
+    process.prepare()
     if sys.argv[1:2] == ["train"]:
         return train.main(sys.argv[2:])
     try:

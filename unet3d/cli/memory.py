@@ -84,8 +84,8 @@ def _refuse_flags(arguments: argparse.Namespace) -> None:
 def _refuse_budget(overrides: Sequence[str]) -> None:
     """Raise UserError for a budget beside --below that no option of the config follows."""
     config = compose.compose(overrides)
-    if config.budget is not None and config.recompute != "auto" and config.ckpt != "auto":
-        raise UserError("--below is the limit; remove budget=, or add recompute=auto or ckpt=auto")
+    if config.budget is not None and config.recompute != "auto":
+        raise UserError("--below is the limit; remove budget=, or add recompute=auto")
 
 
 def _refuse_run_folder(out: Path | None) -> None:

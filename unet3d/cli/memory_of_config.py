@@ -15,13 +15,13 @@ from unet3d.base.progress import track
 from unet3d.base.terminal import WIDE, plain_text
 from unet3d.base.types import Table, mib, percent
 from unet3d.config import compose
-from unet3d.memory import analysis, budget, tables
-from unet3d.memory.allocator import Settings, replay
+from unet3d.memory import analysis, tables, variants
+from unet3d.memory.allocator import Settings
 from unet3d.memory.levels import layer_names, stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.peak import step_peak
+from unet3d.memory.peak import peak_of
 from unet3d.memory.preflight import MemoryEstimate, estimate, recompute_line
-from unet3d.memory.recompute_plan import curve
+from unet3d.memory.technique import some_schedules, step_peak
 from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.report import memory_plots, report
 from unet3d.run import record
@@ -59,10 +59,10 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
     advice = tables.peak_location(subject.entry)
     halved = narrower.get(advice["level"])
     if halved is not None:
-        advice["override"] = " ".join(budget.width_overrides(halved.options))
-        advice["halved_peak_bytes"] = halved.peak
+        advice["override"] = " ".join(variants.width_overrides(halved.options))
+        advice["halved_peak_bytes"] = halved.step.tensors
     without = subject.without()
-    sentence = tables.sentence(advice, subject.peak)
+    sentence = tables.sentence(advice, subject.step.tensors)
     explanation = ConfigExplanation(subject, narrower, relatives, without, sentence)
     text = plain_text(_sections(explanation), WIDE)
     print(text, end="")
@@ -96,8 +96,8 @@ def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
     """
     narrower = {}
     for level in range(len(subject.options.features)):
-        model_config = budget.resized(subject.options, partial(scaled_width, 0.5, [level]))
-        if model_config != subject.options and budget.is_allowed(subject.config, model_config):
+        model_config = variants.resized(subject.options, partial(scaled_width, 0.5, [level]))
+        if model_config != subject.options and variants.is_allowed(subject.config, model_config):
             narrower[level] = replace(subject, options=model_config, steps=STEPS_FOR_PEAK)
     return narrower
 
@@ -136,7 +136,7 @@ def _sections(explanation: ConfigExplanation) -> Iterator[Section]:
     subject = explanation.subject
     yield from _of_the_peak(subject, explanation.sentence)
     if explanation.without:
-        table = tables.single_techniques(explanation.without, subject.peak)
+        table = tables.single_techniques(explanation.without, subject.step.tensors)
         yield "Peak without each option (predicted)", table
     if subject.dtype is torch.float32:
         yield "Peak with each further option alone (predicted)", _further(subject)
@@ -145,7 +145,7 @@ def _sections(explanation: ConfigExplanation) -> Iterator[Section]:
     yield "What parameters cost", tables.state(subject.entry, subject.parameters)
     weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
     usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
-    yield "Usual estimates and their error", tables.estimates(usual, subject.peak)
+    yield "Usual estimates and their error", tables.estimates(usual, subject.step.tensors)
     if explanation.narrower:
         yield "Half the width at one level (predicted)", _widths(subject, explanation.narrower)
     if len(explanation.relatives) > 1:
@@ -159,7 +159,7 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
     entry = subject.entry
     yield _summary(subject)
     kind = tables.predicted_kind(entry)
-    yield f"predicted peak of a step: {mib(subject.peak)} MiB ({kind}), {tables.moment(entry)}"
+    yield f"predicted peak of a step: {mib(subject.step.tensors)} MiB ({kind}), {tables.moment(entry)}"
     yield sentence
     yield "What the prediction includes", _kinds_of_peak(subject)
     for line in (tables.guessed(entry), tables.cuda_sizes(entry)):
@@ -183,23 +183,23 @@ def _groups(subject: MemoryEstimate) -> Table:
     rows = []
     for group in groups:
         tensors = f"{group.number} x {group.shape} {group.dtype}"
-        share = percent(group.bytes, subject.peak)
+        share = percent(group.bytes, subject.step.tensors)
         rows.append([tensors, tables.NAMES[group.category], mib(group.bytes), share])
     return Table(["tensors", "for", "MiB", "share"], rows)
 
 
 def _further(subject: MemoryEstimate) -> Table:
     """Return the peak with each option that saves memory and that the step does not use."""
-    asked = budget.Candidate((), "nothing", subject.config, subject.options)
+    asked = variants.Candidate((), "nothing", subject.config, subject.options)
     rows = []
-    for option in budget.single_techniques(asked):
-        less = subject.peak - option.peak_bytes
+    for option in variants.single_techniques(asked):
+        less = subject.step.tensors - option.step.tensors
         rows.append(
             [
                 *option.overrides,
-                mib(option.peak_bytes),
+                mib(option.step.tensors),
                 mib(less),
-                percent(less, subject.peak),
+                percent(less, subject.step.tensors),
                 f"{option.step_recompute_fraction:+.0%}",
                 option.changes,
             ]
@@ -209,12 +209,22 @@ def _further(subject: MemoryEstimate) -> Table:
 
 def _schedules(subject: MemoryEstimate) -> Table:
     """Return what the plain step needs and, with recompute, steps of ever more work."""
-    plain = step_peak(replace(subject.config, recompute="none"), subject.options).peak_bytes
+    plain = step_peak(replace(subject.config, recompute="none"), subject.options).tensors
     rows = [["recompute=none", "1.00", mib(plain), ""]]
-    for point in curve(subject.config, subject.options, subject.dtype):
-        saved = percent(plain - point.peak_bytes, plain)
-        rows.append(["recompute=auto", f"{point.work:.2f}", mib(point.peak_bytes), saved])
+    for work, size in sizes_of_schedules(subject):
+        rows.append(["recompute=auto", f"{work:.2f}", mib(size), percent(plain - size, plain)])
     return Table(["option", "forward passes in a step", "peak (MiB)", "saved"], rows)
+
+
+def sizes_of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
+    """Return work (in forward passes) and peak (bytes) of steps by some schedules, from the least work on."""
+    techniques = some_schedules(subject.config, subject.options, subject.dtype)
+    points = []
+    for technique in track(techniques, "schedules", len(techniques)):
+        assert technique.program is not None
+        step = step_peak(subject.config, subject.options, technique)
+        points.append((technique.program.schedule.work, step.tensors))
+    return points
 
 
 def _summary(subject: MemoryEstimate) -> str:
@@ -223,8 +233,7 @@ def _summary(subject: MemoryEstimate) -> str:
     autocast = build.policy(config, "cpu").dtype
     precision = f"amp {_dtype(autocast)}" if autocast else _dtype(subject.dtype)
     if config.ckpt:
-        number = "any number of" if config.ckpt == "auto" else f"at most {config.ckpt}"
-        recompute = f"{number} checkpointed segments"
+        recompute = f"at most {config.ckpt} checkpointed segments"
     elif subject.technique.program is not None:
         recompute = recompute_line(config, subject.technique.program)
     else:
@@ -243,18 +252,16 @@ def _dtype(dtype: object) -> str:
 def _kinds_of_peak(subject: MemoryEstimate) -> Table:
     """Return a row for each kind of predicted peak: exact, replay, or not known here."""
     columns = ["predicted peak of a step", "MiB", "kind"]
-    tensors = mib(subject.peak)
+    tensors = mib(subject.step.tensors)
     if build.device_type(subject.config) != "cuda":
         return Table(columns, [["tensors", tensors, "exact count"]])
-    native = replay(subject.ledger.requests(), Settings(False))
-    expandable = replay(subject.ledger.requests(), Settings(True))
-    requested = mib(subject.ledger.peak_requested())
+    step = peak_of(subject.ledger, Settings())
     rows = [
         ["tensors", tensors, "exact count"],
-        ["requested: with workspaces of convolutions", requested, "estimate"],
-        ["allocated: blocks given out", mib(native.allocated_bytes), "replay"],
-        ["reserved by the allocator", mib(native.reserved_bytes), "replay"],
-        ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(expandable.reserved_bytes), "replay"],
+        ["requested: with workspaces of convolutions", mib(step.requested), "estimate"],
+        ["allocated: blocks given out", mib(step.allocated), "replay"],
+        ["reserved by the allocator", mib(step.reserved), "replay"],
+        ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(step.expandable), "replay"],
         ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
     ]
     return Table(columns, rows)
@@ -264,13 +271,13 @@ def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> 
     """Return what half the width at each level saves, in bytes and in parameters."""
     rows = []
     for level, other in narrower.items():
-        change = other.peak / subject.peak - 1
+        change = other.step.tensors / subject.step.tensors - 1
         change_of_parameters = other.parameters / subject.parameters - 1
         rows.append(
             [
                 str(level),
                 f"{subject.options.features[level]} -> {other.options.features[level]}",
-                mib(other.peak),
+                mib(other.step.tensors),
                 f"{change:+.0%}",
                 f"{other.parameters:,}",
                 f"{change_of_parameters:+.0%}",
@@ -290,8 +297,8 @@ def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
                 relative.name,
                 "-".join(map(str, relative.options.features)),
                 f"{relative.parameters:,}",
-                mib(relative.peak),
-                f"{full_resolution / relative.peak:.0%}",
+                mib(relative.step.tensors),
+                f"{full_resolution / relative.step.tensors:.0%}",
                 _joined(relative),
             ]
         )
@@ -312,10 +319,10 @@ def _joined(subject: MemoryEstimate) -> str:
 def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> Iterator[str]:
     """Yield a sentence for each relative with more parameters and a lower peak: how that can be."""
     for other in relatives:
-        if other.parameters > subject.parameters and other.peak < subject.peak:
+        if other.parameters > subject.parameters and other.step.tensors < subject.step.tensors:
             ratio = other.parameters / subject.parameters
             joins = f"at full resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}"
             yield (
                 f"{other.name} has {ratio:.1f} times the parameters of {subject.name} and needs "
-                f"{mib(subject.peak - other.peak)} MiB less: {joins}. {WHERE}"
+                f"{mib(subject.step.tensors - other.step.tensors)} MiB less: {joins}. {WHERE}"
             )

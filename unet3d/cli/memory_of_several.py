@@ -9,18 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from unet3d.base import shell
+from unet3d.base import process
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv
 from unet3d.base.progress import track
 from unet3d.base.terminal import NARROW, WIDE, narrow_tables, paper, terminal_table
 from unet3d.base.types import MIB, Table, budget_bytes, mib
-from unet3d.cli.memory_of_config import scaled_width
-from unet3d.memory import budget, tables
+from unet3d.cli.memory_of_config import scaled_width, sizes_of_schedules
+from unet3d.memory import remedies, tables, variants
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.peak import step_peak
 from unet3d.memory.preflight import MemoryEstimate, estimate
-from unet3d.memory.recompute_plan import curve
+from unet3d.memory.technique import step_peak
 from unet3d.report import memory_plots
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot
 from unet3d.run.pretrained import with_init_names
@@ -67,19 +66,19 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
 
 def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]) -> Table:
     """Return one row per config; one that makes no sense has no numbers."""
-    first_peak = next(iter(subjects.values())).peak
+    first_peak = next(iter(subjects.values())).step.tensors
     rows = []
     for name in estimates:
         subject = subjects.get(name)
         if subject is None:
             rows.append([name, "", "", "", "skipped"])
             continue
-        change = subject.peak / first_peak - 1
+        change = subject.step.tensors / first_peak - 1
         rows.append(
             [
                 name,
                 f"{subject.parameters:,}",
-                mib(subject.peak),
+                mib(subject.step.tensors),
                 f"{change:+.1%}",
                 tables.moment(subject.entry),
             ]
@@ -94,10 +93,10 @@ def _write_peaks(options: Mapping[str, dict[str, str]], subjects: Mapping[str, M
     rows: list[list] = []
     for name, values in options.items():
         subject = subjects.get(name)
-        numbers = [None, None] if subject is None else [subject.parameters, subject.peak]
+        numbers = [None, None] if subject is None else [subject.parameters, subject.step.tensors]
         rows.append([name, *map(values.get, keys), *numbers])
     write_csv(out / "peaks.csv", ["config", *keys, "parameters", "peak_bytes"], rows)
-    bars = [PlottedRun(name, "predicted", subject.peak, None, None) for name, subject in subjects.items()]
+    bars = [PlottedRun(name, "predicted", subject.step.tensors, None, None) for name, subject in subjects.items()]
     comparison_plot(bars, "", out / "figures" / "peaks.png")
     print(escaped(out))
 
@@ -165,10 +164,10 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
             panels[WORK][name].append((work, peak))
     for name, point in track(points, "points, at most", at_most):
         subject = point.estimate
-        if not budget.is_allowed(subject.config, subject.options):
+        if not variants.is_allowed(subject.config, subject.options):
             continue
-        rows.append((point.axis, point.x, name, point.overrides, subject.parameters, subject.peak))
-        panels[point.axis][name].append((point.x, subject.peak))
+        rows.append((point.axis, point.x, name, point.overrides, subject.parameters, subject.step.tensors))
+        panels[point.axis][name].append((point.x, subject.step.tensors))
     table = out / "curves.csv"
     picture = out / "figures" / "curves.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -184,9 +183,7 @@ def _of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
     if subject.technique.program is None:
         return []
     plain = replace(subject.config, recompute="none")
-    points = [(1.0, step_peak(plain, subject.options).peak_bytes)]
-    points += curve(subject.config, subject.options, subject.dtype)
-    return points
+    return [(1.0, step_peak(plain, subject.options).tensors), *sizes_of_schedules(subject)]
 
 
 def _points(subject: MemoryEstimate) -> Iterator[Point]:
@@ -198,8 +195,8 @@ def _points(subject: MemoryEstimate) -> Iterator[Point]:
         yield Point("batch size", batch, f"batch={batch}", varied)
     levels = range(len(model_config.features))
     for scale in SCALES if levels else ():
-        scaled = budget.resized(model_config, partial(scaled_width, scale, levels))
-        overrides = " ".join(budget.width_overrides(scaled))
+        scaled = variants.resized(model_config, partial(scaled_width, scale, levels))
+        overrides = " ".join(variants.width_overrides(scaled))
         yield Point("first width (channels)", scaled.features[0], overrides, replace(subject, options=scaled))
     depends_on_patch = "auto" in (config.model.kernels, config.model.strides)
     for scale in (1,) if depends_on_patch else SIZES:
@@ -216,26 +213,26 @@ def print_fit(overrides: Sequence[str]) -> None:
     if given is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    asked = budget.Candidate((), "nothing", subject.config, subject.options)
-    options, best = budget.find_fit(asked, limit)
+    asked = variants.Candidate((), "nothing", subject.config, subject.options)
+    options, best = remedies.find_fit(asked, limit)
     every = math.ceil(len(options) / ROWS_SHOWN)
     rows = [_row_of_fit(option, limit) for option in options[::every]]
-    table = Table(["peak (MiB, estimated)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
+    table = Table(["peak (MiB, predicted)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Options, cheapest change first", table))
-    for reason in budget.untried(asked):
+    for reason in variants.untried(asked):
         print(escaped(f"not tried: {reason}"))
-    if best.occupied_bytes > limit:
-        smallest = f"the smallest peak is {mib(best.peak_bytes)} MiB{best.reserves}"
+    if best.step.limited > limit:
+        smallest = f"the smallest peak is {mib(best.step.tensors)} MiB{best.reserves}"
         raise UserError(f"budget={given}: nothing tried fits; {smallest}")
-    command = shell.training(budget.replaced(overrides, best.overrides))
+    command = process.training_command(variants.replaced(overrides, best.overrides))
     print(f"fits: {escaped(command)}")
 
 
-def _row_of_fit(option: budget.Candidate, limit: int) -> list[str]:
+def _row_of_fit(option: variants.Candidate, limit: int) -> list[str]:
     """Return what an option needs, costs and changes."""
     return [
-        mib(option.peak_bytes),
-        "yes" if option.occupied_bytes <= limit else "",
+        mib(option.step.tensors),
+        "yes" if option.step.limited <= limit else "",
         f"{option.step_recompute_fraction:+.0%}",
         str(option.segments) if option.segments > 1 else "",
         "" if option.changes == "nothing" else option.changes,

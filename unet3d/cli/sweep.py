@@ -9,19 +9,40 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base import signals
 from unet3d.base.errors import Preempted, UserError, escaped, reason
 from unet3d.cli import lifecycle
 from unet3d.config import compose
-from unet3d.config.compose import Composed, Job
+from unet3d.config.compose import Composed
+from unet3d.config.hydra_errors import in_one_line
+from unet3d.config.schema import Config
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"
 LOG = "log.txt"  # of a job's run folder: what it printed
 stopped = threading.Event()  # set once this process may begin no more jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is to begin, alone or as a job of a sweep."""
+
+    composed: Composed
+    config: Config  # checked
+    folder: Path
+    number: int | None = None  # among a sweep's jobs, from 0
 
 
 def plan(overrides: Sequence[str]) -> list[Job]:
@@ -37,9 +58,18 @@ def plan(overrides: Sequence[str]) -> list[Job]:
         composed = _compose_each([*words, *added])
     jobs: list[Job] = []
     for number, one in enumerate(composed):
-        jobs.append(compose.job(one, number))
+        jobs.append(_job(one, number))
         _refuse(jobs, goes_on)
     return jobs
+
+
+def _job(composed: Composed, number: int) -> Job:
+    """Return the sweep's job of this number. Raises UserError in one line."""
+    tree = composed.tree
+    with open_dict(tree), in_one_line():
+        tree.hydra.job.num = number
+        folder = composed.sweep_folder / str(tree.hydra.sweep.subdir)
+    return Job(composed, compose.load(composed.options), folder, number)
 
 
 def _compose_each(words: Sequence[str]) -> list[Composed]:
@@ -73,7 +103,7 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
     """Launch the jobs, wait for them, compare them. Return the highest exit code that their folders name."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a trace and exits
-    launcher = jobs[0].launcher
+    launcher = jobs[0].composed.choice("hydra/launcher")
     before = [lifecycle.status(job.folder)[0] for job in jobs]
     codes = [0]
     try:
@@ -93,11 +123,47 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
         for job, written in zip(jobs, before, strict=True):
             codes.append(_exit_code(job, written))
         configs = {job.folder: job.config for job in jobs}
-        compare.finish_sweep(configs, jobs[0].sweep_folder)
+        compare.finish_sweep(configs, jobs[0].composed.sweep_folder)
     except OSError as error:
-        line = f"error: {jobs[0].sweep_folder}: the comparison is not saved ({error.strerror})"
+        line = f"error: {jobs[0].composed.sweep_folder}: the comparison is not saved ({error.strerror})"
         codes.append(lifecycle.print_error(line, UserError.exit_code))
     return max(codes)
+
+
+def launch(jobs: Sequence[Job], command_line: Sequence[str], task: Callable[[DictConfig], None]) -> None:
+    """Let Hydra's launcher call the task for each job, here or on a cluster; return once all have ended.
+
+    `command_line`: the overrides of the sweep, for multirun.yaml.
+    """
+    first = jobs[0].composed
+    tree = deepcopy(first.tree)  # with the launcher and its options
+    with open_dict(tree):
+        tree.hydra.mode = RunMode.MULTIRUN
+        tree.hydra.overrides.hydra.append(folder_override(first.sweep_folder))  # else of the time in each process
+        tree.hydra.overrides.task = [word for word in command_line if not word.startswith("hydra")]
+    first.sweep_folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(tree, first.sweep_folder / "multirun.yaml")
+    overrides = [job.composed.task_overrides for job in jobs]
+    size = tree.hydra.sweeper.get("max_batch_size") or len(jobs)
+    with compose.hydra_initialized():
+        callbacks = Callbacks(tree)
+        context = HydraContext(GlobalHydra.instance().config_loader(), callbacks)
+        callbacks.on_multirun_start(config=tree, config_name=compose.CONFIG_NAME)
+        launcher = Plugins.instance().instantiate_launcher(context, task, tree)
+        for number in range(0, len(jobs), size):
+            for end in launcher.launch(overrides[number : number + size], initial_job_idx=number):
+                _ = end.return_value  # raises the error of a job
+        callbacks.on_multirun_end(config=tree, config_name=compose.CONFIG_NAME)
+
+
+def config_of_job(tree: DictConfig) -> Config:
+    """Return the checked config of the job whose task runs now, with its plan's options. Raises UserError."""
+    whole = tree.copy()
+    with open_dict(whole):
+        whole.hydra = HydraConfig.get()
+    composed = Composed(list(HydraConfig.get().overrides.task), whole)
+    compose.apply_plan(composed)
+    return compose.load(composed.options)
 
 
 def _stop(number: int, launcher: str) -> None:
@@ -129,9 +195,9 @@ def _children(process: int) -> list[int]:
 
 def _interrupted(jobs: Sequence[Job]) -> int:
     """Print how to go on with a sweep that was stopped. Return its exit code."""
-    folder = jobs[0].sweep_folder
+    folder = jobs[0].composed.sweep_folder
     remedy = f"to go on: the same command with {GOES_ON} {folder_override(folder)}"
-    if jobs[0].launcher in QUEUES:
+    if jobs[0].composed.choice("hydra/launcher") in QUEUES:
         remedy = "its jobs go on"
     command = f"python -m unet3d compare {shlex.quote(str(folder))}"
     codes = [_code(job.folder) or 0 for job in jobs]
@@ -156,7 +222,7 @@ def _exit_code(job: Job, before: int) -> int:
     if before:  # the run that is there stays as it is; the job said why
         return UserError.exit_code
     job.folder.mkdir(parents=True, exist_ok=True)
-    lifecycle.save_overrides(job.folder, job.overrides)
+    lifecycle.save_overrides(job.folder, job.composed.task_overrides)
     lifecycle.write_end(job.folder, "failed: did not begin", 1)
     return lifecycle.print_error(f"{job.folder}: the job did not begin", 1)
 

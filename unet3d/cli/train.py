@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from unet3d.base import collector, ranks
+from unet3d.base import process, ranks
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
-from unet3d.cli import hydra_app, lifecycle, options, plan, process, sweep
-from unet3d.cli.arguments import parse
+from unet3d.cli import lifecycle, options, plan, sweep
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.report import wandb_logger
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run what the words of the command line ask for. Return the exit code, of a sweep the highest of its jobs'."""
-    process.share_cores()
-    collector.rest_at_exit()
+    process.prepare()
     process.install_safe_streams()
     if ranks.RANK:
         return lifecycle.run_as_follower_rank(job)
@@ -43,18 +42,22 @@ def _run(words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(options.as_text())
         return 0
-    arguments = parse(words)
+    arguments = plan.parse(words)
     if arguments.only_shows:
         if arguments.is_checked:
             for overrides in compose.sweep(arguments.overrides):
                 compose.compose(overrides)
-        hydra_app.show(words)
+        plan.show(words)
         return 0
-    planned = plan.plan_arguments(arguments)
-    if isinstance(planned, plan.PlannedRun):
-        return lifecycle.run(job, planned.config, planned.folder, planned.overrides).code
-    folder = sweep.folder_override(planned[0].sweep_folder)
-    return sweep.run(planned, lambda: hydra_app.launch(planned, folder, arguments.overrides, job_of_sweep))
+    jobs = plan.plan(arguments)
+    if jobs[0].number is not None:
+        return sweep.run(jobs, lambda: sweep.launch(jobs, arguments.overrides, job_of_sweep))
+    return _run_alone(jobs[0]).code
+
+
+def _run_alone(planned: sweep.Job) -> lifecycle.Outcome:
+    """Run what is no sweep, in this process."""
+    return lifecycle.run(job, planned.config, planned.folder, planned.composed.all_overrides)
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,10 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
     for word in words:
         if word.startswith("-"):
             raise UserError(f"{word}: unet3d.train takes options alone; a sweep is for the command line")
-    planned = plan.plan(words)
-    if not isinstance(planned, plan.PlannedRun):
+    planned = plan.plan(plan.parse(words))[0]
+    if planned.number is not None:
         raise UserError(f"{words}: is a sweep; unet3d.train runs one training, a sweep is for the command line")
-    outcome = lifecycle.run(job, planned.config, planned.folder, planned.overrides)
+    outcome = _run_alone(planned)
     if outcome.error is not None:
         raise outcome.error
     return TrainedRun(planned.folder)
@@ -119,7 +122,7 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     """Train once in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
     if ranks.RANK == 0 and not config.dry_run:
         wandb_logger.preload(config)
-    with collector.loading("torch"):
+    with process.loading("torch"):
         import torch._dynamo  # noqa: F401 (the optimizer of the prediction loads it)
 
         from unet3d.run import job  # a wrong option was answered before
@@ -129,19 +132,22 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
 
 def job_of_sweep(tree: DictConfig) -> None:
     """Run a sweep's job, in the process that the launcher gave it. Neither raises nor exits: the others are to run."""
-    asked = hydra_app.current_job()
+    asked = HydraConfig.get()
+    folder = Path(asked.runtime.output_dir)
     if sweep.stopped.is_set():
         with suppress(OSError):
-            asked.folder.rmdir()  # Hydra has made it
+            folder.rmdir()  # Hydra has made it
         return
-    print(f"job {asked.number}: {escaped(' '.join(asked.overrides))}", flush=True)
+    overrides = list(asked.overrides.task)
+    searched = [word for word in asked.overrides.hydra if word.startswith(compose.SEARCH_PATH)]
+    print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
     if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
-        config = compose.load(hydra_app.options_of_job(tree))
-        with sweep.log_of(asked.folder) as log, redirect_stdout(log or sys.stdout):
-            lifecycle.run(job, config, asked.folder, [*asked.searchpath_overrides, *asked.overrides])
+        config = sweep.config_of_job(tree)
+        with sweep.log_of(folder) as log, redirect_stdout(log or sys.stdout):
+            lifecycle.run(job, config, folder, [*searched, *overrides])
     else:
-        sweep.run_job(asked.folder, asked.overrides, asked.searchpath_overrides)
-    sweep.print_result(asked.number, asked.folder)
+        sweep.run_job(folder, overrides, searched)
+    sweep.print_result(asked.job.num, folder)
 
 
 if __name__ == "__main__":

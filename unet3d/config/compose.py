@@ -23,15 +23,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
 from unet3d.config.hydra_errors import in_one_line, nearest, point_for_comma, quoted
-from unet3d.config.plain_values import flat
 from unet3d.config.plan_file import read_plan
 from unet3d.config.rules import check
-from unet3d.config.schema import FACTS, Config, options_with
-from unet3d.config.set_names import files_of, names_set
-from unet3d.config.words import KINDS, as_written, refuse_misread
+from unet3d.config.schema import FACTS, KINDS, Config, flat, options_with
+from unet3d.config.words import as_written, files_of, names_set, refuse_misread
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
+SEARCH_PATH = "hydra.searchpath="
 NEEDED = ("model", "data", "loss", "optim")  # config groups
 CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
 
@@ -70,6 +69,12 @@ class Composed:
     def task_overrides(self) -> list[str]:
         """Overrides of options alone, without Hydra's own."""
         return list(self.tree.hydra.overrides.task)
+
+    @property
+    def all_overrides(self) -> list[str]:
+        """The same, behind those that add folders of YAML files, without which others may not compose."""
+        folders = [word for word in self.overrides if word.startswith(SEARCH_PATH)]
+        return [*folders, *self.task_overrides]
 
     @property
     def run_folder(self) -> Path:
@@ -176,39 +181,6 @@ def compose(overrides: Sequence[str]) -> Config:
     return load(compose_tree(overrides).options)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job of a sweep, checked."""
-
-    composed: Composed
-    config: Config
-    folder: Path
-
-    @property
-    def overrides(self) -> list[str]:
-        """The options that it sets."""
-        return self.composed.task_overrides
-
-    @property
-    def sweep_folder(self) -> Path:
-        """The folder of the sweep."""
-        return self.composed.sweep_folder
-
-    @property
-    def launcher(self) -> str:
-        """The launcher of Hydra's that starts it."""
-        return self.composed.choice("hydra/launcher")
-
-
-def job(composed: Composed, number: int) -> Job:
-    """Return the sweep's job of this number, from 0. Raises UserError in one line."""
-    tree = composed.tree
-    with open_dict(tree), in_one_line():
-        tree.hydra.job.num = number
-        folder = composed.sweep_folder / str(tree.hydra.sweep.subdir)
-    return Job(composed, load(composed.options), folder)
-
-
 def load(options: DictConfig, here: bool = True) -> Config:
     """Return the typed and checked config; `here` False: its paths need not exist. Raises UserError."""
     with in_one_line():
@@ -266,7 +238,7 @@ def search_path(folder: str) -> str:
     """Return the override that adds a folder of YAML files, as `--config-dir` does. Raises UserError without it."""
     if not Path(folder).is_dir():
         raise UserError(f"--config-dir={folder}: no such folder")
-    return f"hydra.searchpath=[{quoted(str(Path(folder).resolve()))}]"
+    return f"{SEARCH_PATH}[{quoted(str(Path(folder).resolve()))}]"
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
@@ -310,3 +282,68 @@ def added_sweep(overrides: Sequence[str], jobs: Sequence[Composed]) -> list[str]
         return []
     named = {override.partition("=")[0].lstrip("+~") for override in overrides}
     return [str(word) for word in lists[0] if word.partition("=")[0] not in named]
+
+
+def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[str]:
+    """Return the changed options but `resume`, as `name: before -> now`.
+
+    Raises UserError for those that make it another run.
+    """
+    old = flat(before, ".")
+    new = flat(now, ".")
+    changes = []
+    refused = []
+    for name in sorted(old.keys() & new.keys()):  # an option that is new in this version has its default
+        if name == "resume" or old[name] == new[name]:
+            continue
+        change = f"{name}: {old[name]} -> {new[name]}"
+        changes.append(change)
+        if name in options_with("fixed"):
+            refused.append(change)
+    if refused:
+        raise UserError(f"resume: a run goes on as it was; start a new one to change {'; '.join(refused)}")
+    return changes
+
+
+def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Config:
+    """Return the config of the run in `folder`: the plain `values` of its file, and what the command line sets.
+
+    Raises UserError where that makes it another run, or where code would be imported that only the file names.
+    """
+    options = OmegaConf.structured(from_plain(values))
+    asked = _flat(composed.options) | {"resume": folder}
+    given = composed.names_set("resume") | {"resume"}
+    with in_one_line():
+        for name in given:
+            OmegaConf.update(options, name, asked[name], merge=False)
+        changed = OmegaConf.to_object(options)
+    assert isinstance(changed, Config)
+    now = _flat(options)
+    _refuse_foreign_code(now, asked)
+    refuse_changes(values, to_plain(changed))  # before `load`, whose message may name an option that only the run has
+    try:
+        return load(options)
+    except UserError as error:
+        named = sorted(name for name in now if _is_named(name, str(error)))
+        others = [f"{name}={now[name]}" for name in named if name not in given]
+        if not others or len(others) == len(named):
+            raise
+        raise UserError(f"{error}; the run that goes on has {', '.join(others)}") from error
+
+
+def _flat(options: DictConfig) -> dict[str, Any]:
+    """Return the values of options by their dotted names."""
+    return flat(OmegaConf.to_container(options), ".")  # type: ignore[arg-type]
+
+
+def _refuse_foreign_code(now: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Raise UserError for code that the run's file names and the command line does not."""
+    foreign = [f"{name}={now[name]}" for name in options_with("imports") if now[name] and now[name] != asked[name]]
+    if foreign:
+        words = " ".join(foreign).replace(", ", ",").replace("'", "")
+        raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
+
+
+def _is_named(name: str, text: str) -> bool:
+    """Return whether a text names an option, as `name=value` or before a colon."""
+    return re.search(rf"(?<![\w.]){re.escape(name)}[=:]", text) is not None

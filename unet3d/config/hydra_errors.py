@@ -10,8 +10,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from unet3d.base.errors import UserError
-from unet3d.config.schema import FACTS, LOSSES, options_with
-from unet3d.config.words import KINDS, TEXTS
+from unet3d.config.schema import FACTS, KINDS, LOSSES, TEXTS, options_with
 
 GROUPS = sorted({name.rpartition(".")[0] for name in FACTS} - {""})  # of options: model, data.augment and so on
 OWN = {  # config groups: what is written for something of the user's own

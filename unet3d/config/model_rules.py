@@ -1,7 +1,7 @@
 """Options of the U-Net at odds with each other, or with the patch."""
 
 from unet3d.base.errors import UserError
-from unet3d.config.region_rules import checked_regions
+from unet3d.config.data_rules import checked_regions
 from unet3d.config.schema import Config, Model
 from unet3d.model import geometry
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.errors import UserError
-from unet3d.base.files import read_yaml
+from unet3d.base.files import read_yaml_as_written
 from unet3d.config.hydra_errors import nearest
-from unet3d.config.plain_values import flat
-from unet3d.config.schema import FACTS, options_with
+from unet3d.config.schema import FACTS, flat, options_with
 from unet3d.config.words import refuse_misread
 
 SECTIONS = ("options", "promise")
@@ -49,7 +48,7 @@ def read_plan(path: str) -> PlanFile:
     place = f"plan={path}"
     if not Path(path).is_file():
         raise UserError(f"{place}: no such file; python -m unet3d plan data=... -o {path} writes one")
-    content = read_yaml(Path(path))
+    content, written = read_yaml_as_written(Path(path))
     if not isinstance(content, dict) or not isinstance(content.get("options"), dict):
         raise UserError(f"{place}: is no plan; python -m unet3d plan data=... -o {path} writes one")
     for section in content:
@@ -57,7 +56,7 @@ def read_plan(path: str) -> PlanFile:
             raise UserError(f"{place}: {section}: no part of a plan; it has {' and '.join(SECTIONS)}")
     if "${" in repr(content):
         raise UserError(f"{place}: holds ${{...}}, which a plan's plain values do not")
-    refuse_misread(place, content["options"], read_yaml(Path(path), as_written=True)["options"])
+    refuse_misread(place, content["options"], written["options"])
     options = flat(content["options"], ".")
     for name in options:
         _refuse_option(place, str(name))

@@ -241,7 +241,7 @@ def _check_segments(config: Config) -> None:
     """Raise UserError for a number of checkpointed segments that the network cannot have."""
     ckpt = config.ckpt
     if ckpt == "auto":
-        return
+        raise UserError("ckpt=auto: write recompute=auto with a budget=, which needs less memory, or ckpt=2, say")
     has_own_network = config.model.path is not None
     most = stages(config.model)
     is_number = isinstance(ckpt, int) and not isinstance(ckpt, bool)
@@ -249,7 +249,7 @@ def _check_segments(config: Config) -> None:
         return
     reason = "" if has_own_network else f"this model has {most} stages; "
     at_most = "any number" if has_own_network else str(most)
-    advice = f"use 0 (off), 2 to {at_most} of segments, or auto; one segment saves nothing"
+    advice = f"use 0 (off), 2 to {at_most} of segments; one segment saves nothing"
     raise UserError(f"ckpt={ckpt}: {reason}{advice}")
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from unet3d.base.regions import Regions
+from unet3d.base.types import Regions
 
 PLANS = ("none", "lean", "tiles", "auto")  # of recompute
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
@@ -36,6 +36,7 @@ LOSSES = _known_losses()
 class Facts(TypedDict, total=False):
     """What else is known of an option, besides words."""
 
+    among: tuple[str, ...]  # the values that it may have, where words do not list them
     kind: str  # the type in words, of a value of several types, which has a rule of its own
     example: str  # of a map
     letters: int  # at most, of a name that wandb accepts
@@ -71,29 +72,30 @@ UNTOLD = {  # words, too: why an option is none of a methods paragraph's busines
 
 
 def facts_of(words: str) -> dict[str, Any]:
-    """Return what words of WORDS and UNTOLD say of an option, or of a group."""
+    """Return what words say of an option, or of a group: those of WORDS and UNTOLD, and which values it may have.
+
+    These are `same|valid`, or an inclusive range, of a list's items too, as in `>=0 <=1`, and `x3`, a list's length.
+    """
     facts: dict[str, Any] = {}
     for word in words.split():
         name = word.removeprefix("-")
-        assert name in WORDS or name in UNTOLD, name
-        is_true = name == word
-        facts |= {"untold": name if is_true else ""} if name in UNTOLD else {name: is_true}
+        if "|" in word:
+            facts["among"] = tuple(word.split("|"))
+        elif word.startswith((">=", "<=")):
+            facts["low" if word[0] == ">" else "high"] = ast.literal_eval(word[2:])
+        elif word.removeprefix("x").isdecimal():
+            facts["size"] = int(word[1:])
+        elif name in UNTOLD:
+            facts["untold"] = name if name == word else ""
+        else:
+            assert name in WORDS, name
+            facts[name] = name == word
     return facts
 
 
-def option(
-    default: Any,
-    about: str,
-    words: str = "",
-    *,
-    low: Any = None,
-    high: Any = None,
-    among: tuple = (),
-    size: int = 0,
-    **facts: Unpack[Facts],
-) -> Any:
-    """Return a dataclass field: its meaning, words, inclusive range (of a list's items) or choices, and list length."""
-    metadata = {"about": about, "low": low, "high": high, "among": among, "size": size, **facts_of(words), **facts}
+def option(default: Any, about: str, words: str = "", **facts: Unpack[Facts]) -> Any:
+    """Return a dataclass field: its default, its meaning, and what `facts_of` its words and these facts say."""
+    metadata = {"about": about, "low": None, "high": None, "among": (), "size": 0, **facts_of(words), **facts}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -115,6 +117,24 @@ def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
     return {int(key) if is_number[key] else key: olds for key, olds in label_map.items()}
 
 
+def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """Return `{a: {b: 1}}` as `{a<separator>b: 1}`; a map of labels is a value, whose keys JSON makes texts.
+
+    A map of regions is a value, too.
+    """
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and key == "label_map":
+            values[f"{prefix}{key}"] = with_numbers(value)
+        elif isinstance(value, Mapping) and key == "regions":
+            values[f"{prefix}{key}"] = dict(value)
+        elif isinstance(value, Mapping):
+            values |= flat(value, separator, f"{prefix}{key}{separator}")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
+
+
 @dataclass
 class Model:
     """The U-Net. Lists run from the shallowest level (full resolution) to the deepest."""
@@ -125,19 +145,17 @@ class Model:
         "-kept any_network",
         imports=("in_channels", "classes"),
     )
-    features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", low=1)
-    decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", "by_level", low=1)
+    features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", ">=1")
+    decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", "by_level >=1")
     blocks: list[int] | None = option(
         None,
-        "residual blocks of each encoder level, after a stem, and one convolution a decoder level, as in nnU-Net's "
-        "ResEnc; null: two convolutions a level",
-        "by_level",
-        low=1,
-        high=64,
+        "residual blocks of each encoder level, after a stem, and one convolution a decoder level, as in "
+        "nnU-Net's ResEnc; null: two convolutions a level",
+        "by_level >=1 <=64",
     )
-    in_channels: int | None = option(None, "image channels; null: the data's", "any_network", low=1)
+    in_channels: int | None = option(None, "image channels; null: the data's", "any_network >=1")
     classes: int | None = option(
-        None, "classes with background, or regions; null: the data's", "any_network same", low=1, high=32767
+        None, "classes with background, or regions; null: the data's", "any_network same >=1 <=32767"
     )
     regions: Any = option(
         None,
@@ -148,9 +166,7 @@ class Model:
     regions_class_order: list[int] | None = option(
         None,
         "label that each of these regions is drawn as, later ones over earlier ones; null: the data's",
-        "any_network",
-        low=1,
-        high=65535,
+        "any_network >=1 <=65535",
     )
     kernels: Any = option(
         3,
@@ -164,30 +180,30 @@ class Model:
         "by_level",
         kind="int, list or auto",
     )
-    padding: str = option("same", "same: output as large as the input; valid: unpadded", among=("same", "valid"))
+    padding: str = option("same", "same: output as large as the input; valid: unpadded", "same|valid")
     conv_bias: bool = option(True, "bias in the convolutions of the blocks")
     widen: str = option(
         "first",
         "which convolution of an encoder block increases the channels; second: as in Cicek et al. 2016",
-        among=("first", "second"),
+        "first|second",
     )
     norm: str = option(
         "instance",
         "normalisation; batch_current takes the batch's own statistics in evaluation, too",
-        among=("instance", "batch", "batch_current", "group", "none"),
+        "instance|batch|batch_current|group|none",
     )
     norm_affine: bool = option(True, "learned scale and shift in the normalisation")
-    groups: int = option(8, "groups of norm=group", low=1)
+    groups: int = option(8, "groups of norm=group", ">=1")
     activation: str = option("relu", "swish: x*sigmoid(x); swish_lean: keeps only x for backward", among=ACTIVATIONS)
-    negative_slope: float = option(0.01, "slope of leaky_relu below zero", low=0, high=1)
+    negative_slope: float = option(0.01, "slope of leaky_relu below zero", ">=0 <=1")
     inplace: bool = option(
         False,
         "activation in place (relu, leaky_relu)",
         "speed",
         idle={"for this model.activation": lambda c: c.model.activation not in ("relu", "leaky_relu")},
     )
-    downsampling: str = option("max_pool", "between levels", among=("max_pool", "strided_conv"))
-    upsampling: str = option("transposed", "between levels", among=("transposed", "trilinear", "nearest"))
+    downsampling: str = option("max_pool", "between levels", "max_pool|strided_conv")
+    upsampling: str = option("transposed", "between levels", "transposed|trilinear|nearest")
     up_reduce: bool = option(True, "reduce channels to the skip's while upsampling (1x1x1 convolution if interpolated)")
     up_bias: bool = option(True, "bias of the upsampling convolution")
     residual: bool = option(
@@ -195,7 +211,7 @@ class Model:
         "blocks add their input (1x1x1 projection where channels or stride change)",
         idle={"beside model.blocks, which are residual": lambda c: c.model.blocks is not None},
     )
-    dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", low=0, high=0.95)
+    dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", ">=0 <=0.95")
     deep_supervision: bool = option(False, "a head and a loss at every decoder level")
 
     @property
@@ -211,46 +227,38 @@ class Model:
 class Augment:
     """Training-time augmentation. Each `*_p` is the probability that a patch gets it."""
 
-    spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, in one resampling", low=0, high=1)
-    rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", low=0, high=180)
-    scaling: list[float] = option(
-        [0.7, 1.4], "zoom range; below 1 shrinks the image", "ascending", low=0.1, high=10, size=2
-    )
-    elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", low=0)
-    elastic_grid: int = option(32, "spacing of its control points (voxels)", low=4)
-    mirror: list[int] = option(
-        [0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", "sees", low=0, high=2
-    )
-    noise_p: float = option(0.1, "Gaussian noise", low=0, high=1)
-    noise: float = option(0.1, "its largest std (intensities have unit std)", low=0)
-    blur_p: float = option(0.1, "Gaussian blur", low=0, high=1)
-    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", "ascending", low=0, size=2)
-    contrast_p: float = option(0.15, "a factor on all intensities", low=0, high=1)
-    contrast: list[float] = option([0.75, 1.25], "range of these factors", "ascending", low=0, size=2)
-    gamma_p: float = option(0.15, "gamma correction", low=0, high=1)
-    gamma: list[float] = option([0.7, 1.5], "range of its exponent", "ascending", low=0.1, high=10, size=2)
-    low_resolution_p: float = option(0.0, "downsampled and back, as if scanned with fewer voxels", low=0, high=1)
-    low_resolution: list[float] = option(
-        [0.5, 1.0], "share of the voxels along each axis", "ascending", low=0.1, high=1, size=2
-    )
+    spatial_p: float = option(0.3, "rotation, scaling and elastic deformation, in one resampling", ">=0 <=1")
+    rotation: float = option(30.0, "largest about each axis (degrees); a thin patch is never tilted", ">=0 <=180")
+    scaling: list[float] = option([0.7, 1.4], "zoom range; below 1 shrinks the image", "ascending >=0.1 <=10 x2")
+    elastic: float = option(0.0, "std of the B-spline deformation's control vectors (voxels)", ">=0")
+    elastic_grid: int = option(32, "spacing of its control points (voxels)", ">=4")
+    mirror: list[int] = option([0, 1, 2], "axes mirrored with probability 0.5 each; 0: x, left-right", "sees >=0 <=2")
+    noise_p: float = option(0.1, "Gaussian noise", ">=0 <=1")
+    noise: float = option(0.1, "its largest std (intensities have unit std)", ">=0")
+    blur_p: float = option(0.1, "Gaussian blur", ">=0 <=1")
+    blur: list[float] = option([0.5, 1.0], "its sigma range (voxels)", "ascending >=0 x2")
+    contrast_p: float = option(0.15, "a factor on all intensities", ">=0 <=1")
+    contrast: list[float] = option([0.75, 1.25], "range of these factors", "ascending >=0 x2")
+    gamma_p: float = option(0.15, "gamma correction", ">=0 <=1")
+    gamma: list[float] = option([0.7, 1.5], "range of its exponent", "ascending >=0.1 <=10 x2")
+    low_resolution_p: float = option(0.0, "downsampled and back, as if scanned with fewer voxels", ">=0 <=1")
+    low_resolution: list[float] = option([0.5, 1.0], "share of the voxels along each axis", "ascending >=0.1 <=1 x2")
 
 
 @dataclass
 class Phantom:
     """The embedded data set, generated once under data/."""
 
-    cases: int = option(16, "volumes generated", low=2, high=1000)
-    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", low=16, high=512, size=3)
-    seed: int = option(0, "same seed, same bytes", low=0)
+    cases: int = option(16, "volumes generated", ">=2 <=1000")
+    shape: list[int] = option([64, 64, 32], "voxels along x, y, z", ">=16 <=512 x3")
+    seed: int = option(0, "same seed, same bytes", ">=0")
 
 
 @dataclass
 class Data:
     """The data set, its split, and how patches are cut."""
 
-    format: str = option(
-        "phantom", "layout on disk", among=("phantom", "mni152", "decathlon", "nnunet", "folders"), learned="files"
-    )
+    format: str = option("phantom", "layout on disk", "phantom|mni152|decathlon|nnunet|folders", learned="files")
     root: str | None = option(None, "folder of the data set", "-fixed private place")
     images: str = option("images", "folders: sub-folder of the images", "private place")
     labels: str = option("labels", "folders: sub-folder of the label maps", "private place")
@@ -278,34 +286,27 @@ class Data:
     regions_class_order: list[int] | None = option(
         None,
         "with regions: label that each is drawn as, later ones over earlier ones",
-        low=1,
-        high=65535,
+        ">=1 <=65535",
         learned="with labels",
     )
     ignore: int | None = option(
-        None, "label that is not learned or scored; null: dataset.json's", low=0, high=65535, learned="files"
+        None, "label that is not learned or scored; null: dataset.json's", ">=0 <=65535", learned="files"
     )
-    nonfinite: str = option(
-        "error", "NaN and infinite voxels; zero: 0 takes their place", "-same", among=("error", "zero")
-    )
+    nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", "-same error|zero")
     affine: str = option(
         "auto",
         "what places voxels where sform, qform and pixdim disagree; auto: the first that a file has, with a warning",
-        "sees",
-        among=("auto", "sform", "qform", "pixdim"),
+        "sees auto|sform|qform|pixdim",
     )
     affine_check: str = option(
         "error",
         "files of a case that lie apart in space: error refuses them, warn pairs them voxel by voxel",
-        "-same",
-        among=("error", "warn"),
+        "-same error|warn",
     )
     allow_outside: bool = option(
         False, "read files that dataset.json or links name outside of data.root", "-same -fixed -kept read place"
     )
-    cache: str = option(
-        "memory", "what keeps prepared cases; off: nothing", "-same -fixed speed", among=("memory", "disk", "off")
-    )
+    cache: str = option("memory", "what keeps prepared cases; off: nothing", "-same -fixed speed memory|disk|off")
     cache_root: str | None = option(
         None,
         "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache",
@@ -313,18 +314,15 @@ class Data:
         idle={"without data.cache=disk": lambda c: c.data.cache != "disk"},
     )
     fingerprint: str = option(
-        "sample", "what resume compares of each file; full: all bytes", "-same -fixed course", among=("sample", "full")
+        "sample", "what resume compares of each file; full: all bytes", "-same -fixed course sample|full"
     )
     patch: list[int] = option(
         [64, 64, 32],
         "patch and window x,y,z (voxels), in RAS: left-right, posterior-anterior, inferior-superior",
-        "sees",
-        low=1,
-        high=2048,
-        size=3,
+        "sees >=1 <=2048 x3",
     )
     spacing: list[float] | None = option(
-        None, "resample to this (mm); null: as stored", "sees", low=1e-7, high=10_000_000, size=3, learned="files"
+        None, "resample to this (mm); null: as stored", "sees >=1e-7 <=10000000 x3", learned="files"
     )
     intensity: str = option(
         "auto", "auto: CT channels as ct, others zscore; data=folders: say ct", "-same", among=INTENSITIES
@@ -332,15 +330,14 @@ class Data:
     val_fraction: float = option(
         0.2,
         "share of the cases held out",
-        low=0.01,
-        high=0.9,
+        ">=0.01 <=0.9",
         idle={
             "beside data.fold or data.split": lambda c: c.data.fold is not None or c.data.split is not None,
             HOLDS_NO_CASE_OUT: lambda c: c.data.semi,
         },
     )
-    folds: int = option(5, "folds of the cross-validation", low=2, high=100, idle={"without data.fold": _has_no_fold})
-    fold: int | None = option(None, "which fold is held out; null: val_fraction instead", low=0)
+    folds: int = option(5, "folds of the cross-validation", ">=2 <=100", idle={"without data.fold": _has_no_fold})
+    fold: int | None = option(None, "which fold is held out; null: val_fraction instead", ">=0")
     split: str | None = option(
         None,
         "JSON file {train: [ids], val: [ids]} instead of both, or a list of such splits: data.fold says which",
@@ -348,20 +345,19 @@ class Data:
     )
     groups: str | None = option(
         None,
-        "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: group}, or a "
-        "regular expression for that part of a case's name; null: each for itself",
+        "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: "
+        "group}, or a regular expression for that part of a case's name; null: each for itself",
         "-fixed -kept read private",
         idle={HOLDS_NO_CASE_OUT: lambda c: c.data.semi},
     )
     sparse: list[int] | None = option(
-        None, "number of annotated slices across x, y and z; null: every voxel is annotated", low=0, size=3
+        None, "number of annotated slices across x, y and z; null: every voxel is annotated", ">=0 x3"
     )
     semi: bool = option(False, "with sparse: learn from these slices of every case, score others of the same cases")
     scored: list[int] = option(
         [4, 4, 4],
         "semi: slices scored, across x, y, z",
-        low=0,
-        size=3,
+        ">=0 x3",
         idle={
             "without data.semi=true": lambda c: not c.data.semi,
             "beside data.sparse_fold, which scores that part": lambda c: c.data.sparse_fold is not None,
@@ -370,12 +366,12 @@ class Data:
     sparse_folds: int = option(
         3,
         "semi: folds of the annotated slices; all but one are learned from",
-        low=2,
+        ">=2",
         idle={"without data.sparse_fold": lambda c: c.data.sparse_fold is None},
     )
-    sparse_fold: int | None = option(None, "semi: which of these folds is scored; null: the slices of scored", low=0)
+    sparse_fold: int | None = option(None, "semi: which of these folds is scored; null: the slices of scored", ">=0")
     foreground: float = option(
-        0.33, "share of patches centred on a voxel of a random foreground class", "-same", low=0, high=1
+        0.33, "share of patches centred on a voxel of a random foreground class", "-same >=0 <=1"
     )
     transforms: list[str] = option(
         [],
@@ -414,7 +410,7 @@ class Loss:
     weights: list[float] | None = option(
         None,
         "one weight per class for the cross-entropy",
-        low=0,
+        ">=0",
         idle={"for a loss without cross-entropy": lambda c: c.loss.path is None and not LOSSES[c.loss.name].get("ce")},
     )
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
@@ -424,15 +420,15 @@ class Loss:
 class Optim:
     """Optimizer and learning-rate schedule."""
 
-    name: str = option("adamw", "optimizer", "fixed", among=("sgd", "adam", "adamw"))
-    lr: float = option(1e-3, "peak learning rate", low=0, high=100)
-    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", "fixed", low=0, high=1)
-    momentum: float = option(0.99, "sgd, Nesterov's", "fixed", low=0, high=0.9999)
-    betas: list[float] = option([0.9, 0.999], "adam, adamw", "fixed", low=0, high=0.999999, size=2)
-    schedule: str = option("poly", "of the learning rate", among=("poly", "cosine", "one_cycle", "constant"))
-    warmup: float = option(0.1, "one_cycle: share of the steps that rises", low=0, high=0.9)
-    clip: float | None = option(12.0, "largest gradient norm; null: no clipping", low=1e-6)
-    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", "fixed", low=0, high=100)
+    name: str = option("adamw", "optimizer", "fixed sgd|adam|adamw")
+    lr: float = option(1e-3, "peak learning rate", ">=0 <=100")
+    weight_decay: float = option(1e-5, "L2 (sgd, adam) or decoupled (adamw)", "fixed >=0 <=1")
+    momentum: float = option(0.99, "sgd, Nesterov's", "fixed >=0 <=0.9999")
+    betas: list[float] = option([0.9, 0.999], "adam, adamw", "fixed >=0 <=0.999999 x2")
+    schedule: str = option("poly", "of the learning rate", "poly|cosine|one_cycle|constant")
+    warmup: float = option(0.1, "one_cycle: share of the steps that rises", ">=0 <=0.9")
+    clip: float | None = option(12.0, "largest gradient norm; null: no clipping", ">=1e-6")
+    init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", "fixed >=0 <=100")
     init_names: list[str] | None = option(
         None,
         "what init_lr is for, as [inc,down1]; null: all that init loaded",
@@ -443,9 +439,7 @@ class Optim:
     average: float | None = option(
         None,
         "EMA decay; the averaged weights are used for validation and prediction; null: none",
-        "fixed",
-        low=0,
-        high=0.99999,
+        "fixed >=0 <=0.99999",
     )
 
 
@@ -456,9 +450,7 @@ class Inference:
     overlap: float = option(
         0.5,
         "overlap of neighbouring windows, as a share of the window",
-        "sees",
-        low=0,
-        high=0.9,
+        "sees >=0 <=0.9",
         idle={"for model.padding=valid, whose tiles do not overlap": lambda c: c.model.padding == "valid"},
     )
     mirror: bool = option(
@@ -470,9 +462,7 @@ class Inference:
     batch: Any = option(
         "auto",
         "windows per forward pass; auto: on CUDA as many as a micro-batch has patches, else 1",
-        "speed",
-        low=1,
-        high=4096,
+        "speed >=1 <=4096",
         kind="int or auto",
     )
 
@@ -493,7 +483,7 @@ class Cuda:
 class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
-    mode: str = option("offline", "online needs an account", among=("offline", "online", "disabled"))
+    mode: str = option("offline", "online needs an account", "offline|online|disabled")
     project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first", letters=128)
     entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY", letters=128)
     name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME", letters=128)
@@ -518,10 +508,7 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb, metadata=facts_of("course"))
     amp: bool = option(False, "automatic mixed precision", "fixed kept sees module_memory")
     amp_dtype: str = option(
-        "auto",
-        "auto: bf16; fp16 on a GPU that emulates bf16",
-        "kept sees module_memory module_plan",
-        among=("auto", "bf16", "fp16"),
+        "auto", "auto: bf16; fp16 on a GPU that emulates bf16", "kept sees module_memory module_plan auto|bf16|fp16"
     )
     compile: bool = option(
         False, "torch.compile of the network in training, once memory is measured; takes minutes", "switch speed"
@@ -531,35 +518,28 @@ class Config:
     )
     ckpt: Any = option(
         0,
-        "gradient (activation) checkpointing in at most this many segments, or auto; 0: off",
+        "gradient (activation) checkpointing in at most this many segments; 0: off",
         "kept",
-        kind="int or auto",
+        kind="int",
     )
     recompute: str = option(
         "none",
-        "what backward computes again, of any network: lean: little; tiles: what the least memory needs, or nearly; "
-        "auto: as little as budget allows",
+        "what backward computes again, of any network: lean: little; tiles: what the least memory needs, or "
+        "nearly; auto: as little as budget allows",
         "kept module_memory module_plan",
         among=PLANS,
     )
-    seed: int = option(0, "of weights, batches and augmentation", "fixed kept same", low=0, high=2**32 - 1)
+    seed: int = option(0, "of weights, batches and augmentation", "fixed kept same >=0 <=4294967295")
     deterministic: bool = option(False, "bit-identical repetition, also on a GPU; on the CPU it is so anyway", "switch")
-    device: str = option("auto", "where to run", "kept module_memory module_plan found", among=("auto", "cpu", "cuda"))
-    steps: int = option(100, "optimizer steps", "kept same pace", low=1)
-    batch: int = option(
-        2, "patches per step (with accumulate: per micro-batch)", "fixed kept module_plan", low=1, high=4096
-    )
-    accumulate: int = option(1, "micro-batches per step", "fixed kept", low=1, high=4096)
+    device: str = option("auto", "where to run", "kept module_memory module_plan found auto|cpu|cuda")
+    steps: int = option(100, "optimizer steps", "kept same pace >=1")
+    batch: int = option(2, "patches per step (with accumulate: per micro-batch)", "fixed kept module_plan >=1 <=4096")
+    accumulate: int = option(1, "micro-batches per step", "fixed kept >=1 <=4096")
     workers: Any = option(
-        "auto",
-        "processes that prepare batches; auto: 1, on CUDA by the cores",
-        "speed",
-        low=0,
-        high=256,
-        kind="int or auto",
+        "auto", "processes that prepare batches; auto: 1, on CUDA by the cores", "speed >=0 <=256", kind="int or auto"
     )
-    eval_every: int = option(50, "steps between validations; 0: only at the end", "kept pace last", low=0)
-    save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", "course", low=0)
+    eval_every: int = option(50, "steps between validations; 0: only at the end", "kept pace last >=0")
+    save_every: int = option(0, "steps between checkpoints, besides those of validations; 0: none", "course >=0")
     dry_run: bool = option(
         False, "predict the memory of a step, then stop before the network is built", "ignored course"
     )
@@ -568,9 +548,7 @@ class Config:
         "refuse a run with a larger predicted peak (CPU: tensors; CUDA: reserved by PyTorch); e.g. 8GiB",
         "kept module_plan chosen",
     )
-    rank_timeout: float = option(
-        600.0, "under torchrun: seconds that a process waits for another", "course", low=1, high=1e6
-    )
+    rank_timeout: float = option(600.0, "under torchrun: seconds that a process waits for another", "course >=1 <=1e6")
     plan: str | None = option(
         None, "plan.yaml of `unet3d plan`, whose options count where no other word sets them", "ignored private chosen"
     )
@@ -609,6 +587,8 @@ def options(node: Any, prefix: str = "", of_group: Mapping[str, Any] | None = No
 
 # What is known of each option, its default, type, range and meaning among it.
 FACTS: dict[str, dict[str, Any]] = {name: {"default": value, **facts} for name, value, facts in options(Config())}
+KINDS = {name: facts["type"] for name, facts in FACTS.items()}
+TEXTS = ("str", "str | None", "list[str]", "list[str] | None")  # kinds
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.base import collector
+from unet3d.base import process
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Augment
 
@@ -158,7 +158,7 @@ def intensities(options: Augment) -> "Compose":
 
     Call `set_random_state` before each call of it.
     """
-    with collector.loading("monai"):
+    with process.loading("monai"):
         from monai import transforms
 
     sigma = tuple(options.blur)

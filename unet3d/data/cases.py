@@ -6,7 +6,7 @@ from statistics import mode
 from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
-from unet3d.base.regions import Regions
+from unet3d.base.types import Regions
 from unet3d.config.schema import Data
 from unet3d.data import dataset_json, nifti, synthetic
 from unet3d.data.dataset_json import (

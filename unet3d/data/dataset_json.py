@@ -10,7 +10,7 @@ from textwrap import shorten
 from typing import Any
 
 from unet3d.base.errors import UserError, escaped
-from unet3d.config.region_rules import MAX_LABEL, refuse_background, refuse_blank
+from unet3d.config.data_rules import MAX_LABEL, refuse_background, refuse_blank
 from unet3d.data import labels
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}

@@ -12,7 +12,7 @@ from nibabel.affines import apply_affine, voxel_sizes
 from nibabel.orientations import inv_ornt_aff
 
 from unet3d.base.errors import UserError
-from unet3d.base.regions import THRESHOLD
+from unet3d.base.types import THRESHOLD
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.forms import FORMS, affine_if_sound

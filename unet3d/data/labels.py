@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from textwrap import shorten
 
 from unet3d.base.errors import UserError
-from unet3d.base.regions import Regions
-from unet3d.config.data_rules import label_sources
-from unet3d.config.region_rules import MAX_LABEL
+from unet3d.base.types import Regions
+from unet3d.config.data_rules import MAX_LABEL, label_sources
 from unet3d.config.schema import Data
 
 LONGEST_LINE = 400  # letters about the values of classes

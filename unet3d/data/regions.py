@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
-from unet3d.base.regions import Regions
-from unet3d.config.region_rules import checked_regions, refuse_blank, refuse_hidden
+from unet3d.base.types import Regions
+from unet3d.config.data_rules import checked_regions, refuse_blank, refuse_hidden
 from unet3d.config.schema import Data
 from unet3d.data.dataset_json import DatasetJson, refuse_odd_names, shown
 from unet3d.data.labels import Relabel

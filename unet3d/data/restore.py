@@ -6,8 +6,7 @@ import nibabel as nib
 import numpy as np
 from nibabel.orientations import apply_orientation
 
-from unet3d.base.regions import Regions
-from unet3d.base.types import ProbabilityBlock
+from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid, canonical_grid, drawn, likeliest, target_grid

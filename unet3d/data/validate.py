@@ -12,7 +12,7 @@ from nibabel.orientations import apply_orientation
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, escaped, listed
-from unet3d.config.region_rules import MAX_LABEL
+from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo

@@ -12,10 +12,11 @@ from torch.optim import AdamW
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, budget_bytes, mib
-from unet3d.memory.allocator import read_settings, replay
+from unet3d.memory.allocator import read_settings
 from unet3d.memory.analysis import describe
 from unet3d.memory.levels import by_layer, cut_name
 from unet3d.memory.meter import LedgerMeter
+from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.profile import Example, MakeOptimizer, predict
 from unet3d.training.step import LossFunction
 
@@ -30,10 +31,9 @@ class Check:
     device: str  # cpu or cuda
     limit: int
     parameters: int
-    peaks: Mapping[str, int]  # of "tensors"; for cuda also "allocated" and "reserved", by a replay of the allocator
+    step: Peak
     moment: Mapping[str, Any]  # when most tensors are held, as `describe` says it
     layers: Mapping[str, int]  # what each layer holds then, the largest first
-    workspace_bytes: int | None = None  # by which convolutions' workspaces raise the peak on CUDA (estimate)
     guesses: Sequence[str] = ()  # where values were taken as 0
     notes: Sequence[str] = ()  # what the replay leaves out
 
@@ -45,7 +45,7 @@ class Check:
     @property
     def margin(self) -> int:
         """Return the limit minus the peak; negative where the peak is more."""
-        return self.limit - self.peaks[self.compared]
+        return self.limit - self.step.limited
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class Check:
             distance = f"{_size(abs(self.margin))} {'below' if self.fits else 'above'}"
         layer, size = next(iter(self.layers.items()))
         return (
-            f"{self.name}: predicted peak of a step {mib(self.peaks[self.compared])} MiB ({kind}, {self.device}), "
+            f"{self.name}: predicted peak of a step {mib(self.step.limited)} MiB ({kind}, {self.device}), "
             f"{distance} the limit of {mib(self.limit)} MiB; "
             f"most at the peak: {layer}, {_size(size)}"
         )
@@ -77,6 +77,7 @@ class Check:
         for name, size in self.layers.items():
             totals[name if depth is None else cut_name(depth, name)] += size
         largest, most = next(iter(self.layers.items()))
+        kinds = ("tensors", "allocated", "reserved") if self.device == "cuda" else ("tensors",)
         return {
             "version": VERSION,
             "kind": "predicted",
@@ -86,9 +87,9 @@ class Check:
             "fits": self.fits,
             "compared": self.compared,
             "limit_bytes": self.limit,
-            "peak_bytes": dict(self.peaks),
+            "peak_bytes": {kind: getattr(self.step, kind) for kind in kinds},
             "margin_bytes": self.margin,
-            "workspace_bytes": self.workspace_bytes,
+            "workspace_bytes": self.step.requested - self.step.tensors if self.device == "cuda" else None,
             "reached_in": {name: self.moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
             "layer": {"name": largest, "bytes": most},
             "layers": [{"name": name, "bytes": size} for name, size in totals.most_common()],
@@ -104,23 +105,17 @@ def check_step(meter: LedgerMeter, name: str, limit: int) -> Check:
     sizes = Counter[str]()
     for row in by_layer(ledger, moment):
         sizes[row["module"]] = row["bytes"]
-    peaks = {"tensors": ledger.peak_bytes()}
     notes: list[str] = []
-    workspace_bytes = None
     if meter.for_gpu:
-        settings, notes = read_settings(os.environ)
-        allocated, reserved = replay(ledger.requests(), settings)
-        peaks |= {"allocated": allocated, "reserved": reserved}
-        workspace_bytes = ledger.peak_requested() - ledger.peak_bytes()
+        _, notes = read_settings(os.environ)
     return Check(
         name=name,
         device="cuda" if meter.for_gpu else "cpu",
         limit=limit,
         parameters=sum(parameter.numel() for parameter in meter.model.parameters()),
-        peaks=peaks,
+        step=peak_of(ledger),
         moment=describe(ledger, moment),
         layers=dict(sizes.most_common()),
-        workspace_bytes=workspace_bytes,
         guesses=meter.guesses,
         notes=notes,
     )

@@ -1,37 +1,39 @@
-"""The peak of a step of a config, simulated once for equal steps."""
+"""What a training step needs at most: the one record of it."""
 
+import os
 from typing import NamedTuple
 
-from unet3d.config.schema import Config, Model, Optim
-from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.simulate import memoized, reserved_bytes, simulate, step_key
-from unet3d.memory.stage_profile import profile_stages
-from unet3d.training.policy import PLAIN, Technique
-
-PLAIN_SGD = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes a step's update alone
+from unet3d.memory.allocator import Settings, read_settings, replay
+from unet3d.memory.copies import GpuLedger
+from unet3d.memory.ledger import Ledger
 
 
-class StepPeak(NamedTuple):
-    """Predicted peaks of a step, in bytes."""
+class Peak(NamedTuple):
+    """The most bytes that a step holds. Those of CUDA's allocator are 0 for a step on the CPU."""
 
-    peak_bytes: int  # most alive in tensors
-    reserved_bytes: int  # by CUDA's allocator; 0 on the CPU
+    tensors: int
+    requested: int = 0  # with workspaces of convolutions
+    allocated: int = 0  # blocks given out
+    reserved: int = 0  # from the driver, with the allocator's settings of this environment
+    expandable: int = 0  # the same, with expandable_segments
 
     @property
-    def occupied_bytes(self) -> int:
+    def limited(self) -> int:
         """Return the bytes that a budget limits: tensors on the CPU, what the allocator reserves on CUDA."""
-        return max(self.peak_bytes, self.reserved_bytes)
+        return max(self.tensors, self.reserved)
 
 
-def step_peak(config: Config, model_config: Model, technique: Technique = PLAIN) -> StepPeak:
-    """Return what a step of a config peaks at with a technique. Equal steps are simulated once."""
-    if technique == PLAIN:
-        profile = profile_stages(config, model_config)
-        return StepPeak(profile.peak, profile.reserved)
-    return _simulated(step_key(config), model_config, technique)
+def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
+    """Return the peak of the steps of a ledger; for CUDA by a replay of its allocator.
 
-
-@memoized
-def _simulated(config: Config, model_config: Model, technique: Technique) -> StepPeak:
-    ledger = simulate(config, model_config, technique, steps=STEPS_FOR_PEAK).ledger
-    return StepPeak(ledger.peak_bytes(), reserved_bytes(config, ledger))
+    `settings`: of the allocator; None: those of this environment.
+    """
+    tensors = ledger.peak_bytes()
+    if not isinstance(ledger, GpuLedger):
+        return Peak(tensors)
+    if settings is None:
+        settings, _ = read_settings(os.environ)
+    requests = ledger.requests()
+    allocated, reserved = replay(requests, settings)
+    _, expandable = replay(requests, Settings(expandable=True))
+    return Peak(tensors, ledger.peak_requested(), allocated, reserved, expandable)

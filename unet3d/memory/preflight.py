@@ -16,17 +16,15 @@ from unet3d.base.progress import counting
 from unet3d.base.types import host_bytes, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory.allocator import read_settings, replay
-from unet3d.memory.budget import PASSES, Candidate, peaks_without
+from unet3d.memory.allocator import read_settings
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.out_of_memory import refuse_over_budget, refuse_over_card
-from unet3d.memory.recompute_plan import saved, window_program
-from unet3d.memory.saved_schedule import SavedSchedule
+from unet3d.memory.peak import Peak, peak_of
+from unet3d.memory.remedies import refuse_over_budget, refuse_over_card
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
-from unet3d.memory.stage_profile import SegmentStarts
 from unet3d.memory.tables import (
+    SavedSchedule,
     cuda_sizes,
     guessed,
     moment,
@@ -36,8 +34,9 @@ from unet3d.memory.tables import (
     sentence,
     with_workspaces,
 )
-from unet3d.memory.technique import choose_technique
+from unet3d.memory.technique import choose_technique, saved, step_peak, window_program
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
+from unet3d.memory.variants import PASSES, Candidate
 from unet3d.recomputing.prepare import work_line
 from unet3d.recomputing.program import Program
 from unet3d.training import switches
@@ -76,9 +75,9 @@ class MemoryEstimate:
         return self.meter.summary()
 
     @cached_property
-    def peak(self) -> int:
-        """Return the most bytes of tensors at once."""
-        return self.ledger.peak_bytes()
+    def step(self) -> Peak:
+        """Return the most bytes at once."""
+        return peak_of(self.ledger)
 
     @cached_property
     def parameters(self) -> int:
@@ -109,9 +108,8 @@ class MemoryEstimate:
             changes="nothing",
             config=self.config,
             model=self.options,
-            peak_bytes=self.peak,
+            step=self.step,
             step_recompute_fraction=self.technique.forward_recompute_fraction / PASSES,
-            reserved_bytes=self.entry.get("reserved_bytes", 0),
         )
 
     def counts(self) -> list[LayerCount]:
@@ -121,6 +119,35 @@ class MemoryEstimate:
             model = fake_model(self.config, self.options, self.dtype)
             image = fake_batch(self.config, self.options, self.dtype).image
             return layer_counts(model, lambda: policy.forward(model, image))
+
+
+def peaks_without(config: Config, model_config: Model, technique: Technique) -> dict[str, int]:
+    """Return the peak of the same step without each memory option that it uses, in bytes, by its override.
+
+    With `recompute=auto` it is that option alone: another step would follow another schedule.
+    """
+    peaks = {}
+    parts = config.accumulate
+    has_program = technique.program is not None
+    is_comparable = not has_program or config.recompute != "auto"
+    if config.amp and is_comparable:
+        peaks["amp=true"] = _peak_alike(technique, replace(config, amp=False), model_config)
+    if parts > 1 and is_comparable:
+        together = replace(config, batch=config.batch * parts, accumulate=1)
+        peaks[f"accumulate={parts}"] = _peak_alike(technique, together, model_config)
+    plain = replace(config, recompute="none", ckpt=0)
+    if technique.segment_starts:
+        peaks[f"ckpt={config.ckpt}"] = step_peak(plain, model_config).tensors
+    if has_program:
+        peaks[f"recompute={config.recompute}"] = step_peak(plain, model_config).tensors
+    return peaks
+
+
+def _peak_alike(technique: Technique, config: Config, model_config: Model) -> int:
+    """Return the peak of a config with the same segments, or a program of the same plan for its own maps."""
+    if technique.program is not None:
+        technique = choose_technique(config, model_config)
+    return step_peak(config, model_config, technique).tensors
 
 
 def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
@@ -141,7 +168,7 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
 class Validation(NamedTuple):
     """A prediction of what a validation needs."""
 
-    peak_bytes: int
+    bytes: int  # at most
     windows: int  # that a pass sees at once
     is_by_program: bool = False  # passes follow a program of their own
 
@@ -152,7 +179,7 @@ class Preflight(NamedTuple):
     Ranks send it to each other.
     """
 
-    segment_starts: SegmentStarts  # the first stage of each checkpointed segment
+    segment_starts: tuple[int, ...]  # the first stage of each checkpointed segment
     schedule: SavedSchedule | None  # of recompute
     memory: dict[str, Any]
 
@@ -188,10 +215,10 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         validation = _fit_validation(subject)
         without = subject.without()
         location = peak_location(subject.entry)
-        print(sentence(location, subject.peak))
+        print(sentence(location, subject.step.tensors))
         _print_options(subject, without)
         _print_validation(subject, validation)
-        if not is_cuda and max(subject.peak, validation.peak_bytes) > host_bytes():
+        if not is_cuda and max(subject.step.tensors, validation.bytes) > host_bytes():
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
     technique = subject.technique
@@ -202,7 +229,7 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         "parameters": subject.parameters,
         "predicted": subject.entry,
         "advice": location,
-        "predicted_validation_bytes": validation.peak_bytes,
+        "predicted_validation_bytes": validation.bytes,
         "without": without,
         "segments": segments,
     }
@@ -227,7 +254,7 @@ def _print_step(subject: MemoryEstimate) -> None:
     """Print the predicted peak of the step, and what the prediction leaves out."""
     entry = subject.entry
     config = subject.config
-    peak = f"predicted peak of a step {mib(subject.peak)} MiB ({predicted_kind(entry)}), {moment(entry)}"
+    peak = f"predicted peak of a step {mib(subject.step.tensors)} MiB ({predicted_kind(entry)}), {moment(entry)}"
     print(f"{subject.parameters:,} parameters; {peak}", flush=True)
     if entry.get("guesses"):
         print(guessed(entry), flush=True)
@@ -248,8 +275,8 @@ def left_out(config: Config) -> Iterator[str]:
 def _replay_allocator(subject: MemoryEstimate) -> None:
     """Add to the entry what CUDA's allocator would hold for the step, and print it."""
     entry = subject.entry
-    settings, left_out = read_settings(os.environ)
-    entry |= replay(subject.meter.ledger.requests(), settings)._asdict()
+    _, left_out = read_settings(os.environ)
+    entry |= {"allocated_bytes": subject.step.allocated, "reserved_bytes": subject.step.reserved}
     print(with_workspaces(entry), replayed(entry), cuda_sizes(entry), *left_out, sep="\n", flush=True)
 
 
@@ -264,10 +291,10 @@ def _fit_validation(subject: MemoryEstimate) -> Validation:
         return validation
     free, total = torch.cuda.mem_get_info(build.device(config))
     is_auto = config.inference.batch == "auto"
-    if validation.peak_bytes > free and is_auto and validation.windows > 1:  # a run then sees fewer at once
+    if validation.bytes > free and is_auto and validation.windows > 1:  # a run then sees fewer at once
         single = replace(config, inference=replace(config.inference, batch=1))
         validation = Validation(validation_peak(single, subject.options, _optimizer_bytes(subject)), 1)
-    refuse_over_card(subject.candidate, validation.peak_bytes, validation.windows, free, total)
+    refuse_over_card(subject.candidate, validation.bytes, validation.windows, free, total)
     return validation
 
 
@@ -275,7 +302,7 @@ def _smallest_validation(subject: MemoryEstimate) -> Validation:
     """Return what a validation needs."""
     windows = build.windows(subject.config, [subject.meter.model])
     return smallest_validation(
-        subject.config, subject.options, subject.technique, subject.peak, _optimizer_bytes(subject), windows
+        subject.config, subject.options, subject.technique, subject.step.tensors, _optimizer_bytes(subject), windows
     )
 
 
@@ -320,10 +347,10 @@ def _print_options(subject: MemoryEstimate, without: dict[str, int]) -> None:
 
 def _print_validation(subject: MemoryEstimate, validation: Validation) -> None:
     """Print what a validation needs, if that is more than the step."""
-    if validation.peak_bytes <= subject.peak:
+    if validation.bytes <= subject.step.tensors:
         return
     times = f", {validation.windows} windows at once" if validation.windows > 1 else ""
-    print(f"validation needs more than a step: {mib(validation.peak_bytes)} MiB (predicted){times}", flush=True)
+    print(f"validation needs more than a step: {mib(validation.bytes)} MiB (predicted){times}", flush=True)
     if build.device_type(subject.config) == "cuda":
         print("the sums of its windows are kept on the GPU only where they fit, otherwise in host memory", flush=True)
 
@@ -333,7 +360,7 @@ def recompute_line(config: Config, program: Program) -> str:
     return f"recompute={config.recompute}: {work_line(program)}"
 
 
-def segment_line(names: list[str], segment_starts: SegmentStarts) -> str:
+def segment_line(names: list[str], segment_starts: tuple[int, ...]) -> str:
     """Return `recomputed in backward: inc | down1 to up2; kept: up3, outc`, from the names of all stages."""
     segments = []
     for start, end in pairwise([*segment_starts, len(names)]):

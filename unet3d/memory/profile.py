@@ -24,11 +24,12 @@ from unet3d.base.errors import UserError, is_out_of_memory, reason
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import Batch, Table, mib
 from unet3d.memory import tables
-from unet3d.memory.allocator import read_settings, replay
+from unet3d.memory.allocator import read_settings
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.fake_tensors import asked_in, fake_mode, unknown
 from unet3d.memory.levels import layer_names
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
+from unet3d.memory.peak import peak_of
 from unet3d.memory.simulate import fake_steps
 from unet3d.memory.user_module import on_fake_tensors, restored
 from unet3d.recomputing.module import Recomputed, schedules_of
@@ -66,8 +67,8 @@ class Explanation:
         """Return all figures, as memory.json of a run has them; a prediction for CUDA has those of its allocator."""
         summary = self.meter.summary()
         if self.is_for_cuda:
-            settings, _ = read_settings(os.environ)
-            summary |= replay(self.meter.ledger.requests(), settings)._asdict()
+            step = peak_of(self.meter.ledger)
+            summary |= {"allocated_bytes": step.allocated, "reserved_bytes": step.reserved}
         return summary
 
     @property

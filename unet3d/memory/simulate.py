@@ -1,7 +1,6 @@
 """The real training step on fake tensors, which have shapes and no data: its ledger without its memory."""
 
 import math
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +16,6 @@ from unet3d.base.errors import UserError
 from unet3d.base.progress import parts
 from unet3d.base.types import Batch, host_bytes, mib
 from unet3d.config.schema import Config, Model
-from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.copies import GpuLedger
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
@@ -263,11 +261,3 @@ def _windows(predictor: Predictor, target: str) -> Ledger:
     with ledger:
         predictor.window_logits(tiles)
     return ledger
-
-
-def reserved_bytes(config: Config, ledger: Ledger) -> int:
-    """Return what CUDA's allocator, with the settings of this environment, would reserve; 0 for a step on the CPU."""
-    if build.device_type(config) != "cuda":
-        return 0
-    settings, _ = read_settings(os.environ)
-    return replay(ledger.requests(), settings).reserved_bytes

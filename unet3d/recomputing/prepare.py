@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
+from unet3d.base.fit import fit
 from unet3d.base.types import mib
 from unet3d.recomputing import search
 from unet3d.recomputing.derived import drawn_bytes, trained_names
@@ -93,15 +94,15 @@ def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
     if plan == "tiles":
         return program.by(search.smallest(program.schedules))
     assert budget is not None
-    schedule = search.within(program.schedules, budget - program.fixed_bytes)
-    if schedule is None and program.plain_bytes is not None and program.plain_bytes <= budget:
+    number = fit(program.schedules, lambda schedule: schedule.peak_bytes, budget - program.fixed_bytes)
+    if number is None and program.plain_bytes is not None and program.plain_bytes <= budget:
         return program.by(search.least_memory(program.schedules))
-    if schedule is None:
+    if number is None:
         raise UserError(
             f"budget={mib(budget)}MiB: a step needs at least {mib(least_bytes(program))} MiB of "
             "tensors; take a smaller patch or a smaller network"
         )
-    return program.by(schedule)
+    return program.by(program.schedules[number])
 
 
 def without_backward(program: Program) -> Program:

@@ -115,12 +115,6 @@ def least_memory(schedules: Sequence[Schedule]) -> Schedule:
     return min(schedules, key=_memory)
 
 
-def within(schedules: Sequence[Schedule], room: int) -> Schedule | None:
-    """Return the schedule of least work that needs at most `room` bytes; None without one."""
-    fitting = [schedule for schedule in schedules if schedule.peak_bytes <= room]
-    return min(fitting, key=_work, default=None)
-
-
 def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Schedule:
     """Return the schedule that weighs memory and work best, of those of at most that work if there are any."""
 
@@ -129,10 +123,6 @@ def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Sche
 
     bearable = [schedule for schedule in schedules if schedule.work <= most_work]
     return min(bearable or schedules, key=cost)
-
-
-def _work(schedule: Schedule) -> float:
-    return schedule.work
 
 
 def _memory(schedule: Schedule) -> int:

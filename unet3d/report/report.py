@@ -1,10 +1,10 @@
 """The report of a run: figures, metrics.csv and report.html in its folder, all from its record."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unet3d.base import shell
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import Table, mib
 from unet3d.config import compose
@@ -138,7 +138,8 @@ def _commands(run: RunRecord) -> list[str]:
         else:
             commands[-1].append(word)
     first, *others = commands
-    return [shell.shared([*first[1:], first[0]]), *map(shell.shared, others)]
+    each = ([*first[1:], first[0]], *others)
+    return [shlex.join(["python", "-m", "unet3d", "train", *words]) for words in each]
 
 
 class MemoryPart(NamedTuple):

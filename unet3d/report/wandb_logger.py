@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unet3d.base import collector
+from unet3d.base import process
 from unet3d.base.errors import reason
 from unet3d.config.schema import FACTS, Config, Wandb, options_with
 from unet3d.run.run_folder import read_records
@@ -139,7 +139,7 @@ def _load(is_private: bool) -> Any:
     """Return wandb."""
     if is_private:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
-    with collector.loading("wandb"):
+    with process.loading("wandb"):
         import wandb
 
     return wandb
@@ -155,7 +155,7 @@ def preload(config: Config) -> None:
         return
     with suppress(Exception):  # `WandbLogger` meets the error again, and then it is shown
         _load(config.wandb.private)
-        with collector.loading("wandb.apis.public"):
+        with process.loading("wandb.apis.public"):
             import wandb.apis.public  # noqa: F401
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unet3d import build
 from unet3d.base.errors import CheckpointError, UserError
-from unet3d.base.regions import Regions
+from unet3d.base.types import Regions
 from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Data, Model, Optim

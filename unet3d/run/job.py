@@ -17,7 +17,7 @@ from unet3d.data.padding import mostly_padding, read_grids
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.splits import split
 from unet3d.memory import preflight
-from unet3d.memory.saved_schedule import SavedSchedule
+from unet3d.memory.tables import SavedSchedule
 from unet3d.report import report, summary
 from unet3d.report.summary import plan_entry
 from unet3d.run.open_run import open_run

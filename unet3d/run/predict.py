@@ -14,8 +14,7 @@ import torch
 
 from unet3d import build
 from unet3d.base.errors import UserError, warn
-from unet3d.base.regions import Regions
-from unet3d.base.types import ProbabilityBlock
+from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case

@@ -33,7 +33,7 @@ from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
 from unet3d.data.prepare import PreparedData, Read
-from unet3d.memory import out_of_memory
+from unet3d.memory import remedies
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, LedgerMeter
 from unet3d.model import geometry
 from unet3d.report import memory_plots, report
@@ -111,12 +111,12 @@ class Run:
                 raise foreseen from error
             if not is_out_of_memory(error):
                 raise
-            lines = [str(error).partition("\n")[0], *out_of_memory.oom_moment(self.meter.ledger)]
+            lines = [str(error).partition("\n")[0], *remedies.oom_moment(self.meter.ledger)]
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         self.meter.close()
         self._free_memory()  # outside of the except block
         try:
-            for line in out_of_memory.oom_suggestions(self.config, self.model_config):
+            for line in remedies.oom_suggestions(self.config, self.model_config):
                 lines.append(line)
         except MemoryError:  # in the search
             lines.append("there is no memory left to search for what would need less: see unet3d memory fit")

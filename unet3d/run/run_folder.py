@@ -19,8 +19,7 @@ from unet3d.base.errors import escaped
 from unet3d.base.files import read_lines, read_text, write_json, write_text
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.saved_schedule import SavedSchedule
-from unet3d.memory.tables import NAMES, folded
+from unet3d.memory.tables import NAMES, SavedSchedule, folded
 from unet3d.run.environment import environment
 
 if TYPE_CHECKING:

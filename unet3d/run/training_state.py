@@ -10,7 +10,7 @@ from torch import nn
 
 from unet3d.base import ranks
 from unet3d.base.errors import UserError, warn
-from unet3d.config import compose, resume_rules
+from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.data.seen import Seen
 from unet3d.run.checkpoint import Checkpoint
@@ -86,7 +86,7 @@ class TrainingState:
         """
         state = source.state
         step = state["step"]
-        changes = resume_rules.refuse_changes(state["config"], compose.to_plain(self.config))
+        changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         refuse_other_data(state["fingerprint"], self.fingerprint)
         source.refuse_unsound_training(self.optimizer, self.scaler, self.config.optim)
         if step > self.config.steps:

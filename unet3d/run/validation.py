@@ -14,8 +14,7 @@ import numpy as np
 from unet3d.base import progress
 from unet3d.base.errors import UserError, is_out_of_memory, not_saved
 from unet3d.base.files import read_csv, read_text, write_text
-from unet3d.base.regions import Regions
-from unet3d.base.types import IGNORE
+from unet3d.base.types import IGNORE, Regions
 from unet3d.config.schema import Data as Options
 from unet3d.config.schema import Loss
 from unet3d.data import sparse

@@ -15,7 +15,7 @@ from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.prepare import PreparedData
 from unet3d.data.restore import ArgmaxCollector
-from unet3d.memory import out_of_memory
+from unet3d.memory import remedies
 from unet3d.report.loggers import Loggers
 from unet3d.run.validation import Predictions, evaluate
 from unet3d.training import switches
@@ -52,7 +52,7 @@ class Validator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            advice = out_of_memory.oom_in_validation(self.config, step, self.predictor.batch)
+            advice = remedies.oom_in_validation(self.config, step, self.predictor.batch)
             lines = [str(error).partition("\n")[0], *advice]
             raise OutOfMemory("\n".join(lines)) from None
 

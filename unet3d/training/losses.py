@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.base import ranks
-from unet3d.base.regions import Regions
-from unet3d.base.types import IGNORE, ProbabilityBlock
+from unet3d.base.types import IGNORE, ProbabilityBlock, Regions
 from unet3d.config import schema
 from unet3d.model.blocks import crop
 from unet3d.training.own_parts import refuse_odd_logits, refuse_odd_loss

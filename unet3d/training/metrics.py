@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unet3d.base.files import as_csv, from_csv
-from unet3d.base.regions import Regions
+from unet3d.base.types import Regions
 
 NOTE_KEY = "note"  # the name of the column that says why a score is 0
 NETWORK = "network_"  # before the names of columns on the network's grid, where others are on the files' own

@@ -1,8 +1,11 @@
-"""A step without checkpointing, by stage of the network, and what it says of the same step with segments."""
+"""The split of a network into checkpointed segments.
+
+Splits are ranked from one simulated step without checkpointing; the best of each number of segments are simulated.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any
@@ -10,24 +13,75 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from unet3d.config.schema import Config, Model
+from unet3d.base.errors import UserError
+from unet3d.base.progress import track
+from unet3d.config.schema import Config, Model, Optim
 from unet3d.memory.analysis import last_step, phase_ends
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.levels import stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.simulate import memoized, reserved_bytes, simulate, step_key
+from unet3d.memory.peak import Peak, peak_of
+from unet3d.memory.simulate import memoized, simulate, step_key
+from unet3d.training.policy import PLAIN, Technique
 
 OUTSIDE = ""  # of all stages
+PLAIN_SGD = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes a step's update alone
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 StageInputs = dict[str, frozenset[int]]  # stage -> storages that enter it from another stage
+
+
+def choose_segments(config: Config, model_config: Model) -> Technique:
+    """Return two to `ckpt` segments with the lowest peak: more never need more, so another may not help.
+
+    Raises UserError where the network has fewer stages.
+    """
+    if not config.ckpt:
+        return PLAIN
+    profile = profile_stages(config, model_config)
+    stages = len(profile.forward)
+    if stages < config.ckpt:
+        raise UserError(
+            f"ckpt={config.ckpt} groups the stages of an nn.Sequential; this network has {stages}; "
+            "use fewer, or 0 (off)"
+        )
+    rank = partial(_rank, profile)
+    candidates = [min(partitions(stages, count), key=rank) for count in range(2, config.ckpt + 1)]
+    best = candidates[0]
+    if len(candidates) > 1:
+        peaks = {}
+        for starts in track(candidates, "segment choices", len(candidates)):
+            peaks[starts] = simulated_steady_peak(config, model_config, profile, starts)
+        best = min(candidates, key=lambda starts: (peaks[starts], forward_recompute_fraction(profile, starts)))
+    return Technique(best, forward_recompute_fraction=forward_recompute_fraction(profile, best))
+
+
+def partitions(stages: int, segments: int) -> Iterator[SegmentStarts]:
+    """Yield all ways to split `stages` stages into so many segments."""
+    for later_starts in combinations(range(1, stages), segments - 1):
+        yield (0, *later_starts)
+
+
+def simulated_steady_peak(
+    config: Config, model_config: Model, profile: "StageProfile", segment_starts: SegmentStarts
+) -> int:
+    """Simulate one SGD step; return the peak of later steps (bytes). The optimizer changes the update phase alone."""
+    first = replace(step_key(config), optim=PLAIN_SGD)
+    peak = _first_step_peak(first, model_config, segment_starts)
+    return max(profile.update, peak + profile.optimizer_state)
+
+
+@memoized
+def _first_step_peak(config: Config, model_config: Model, segment_starts: SegmentStarts) -> int:
+    """Return the most bytes of a first step without its update."""
+    ledger = simulate(config, model_config, Technique(segment_starts), steps=1).ledger
+    return max(peak for phase, peak in ledger.phase_peaks() if phase in ("forward", "loss", "backward"))
 
 
 @dataclass(frozen=True)
 class StageProfile:
     """The second step without checkpointing, by stage; bytes. Lists are empty where a network has no stages."""
 
-    peak: int  # most alive
-    reserved: int  # by the allocator on CUDA; 0 on the CPU
+    step: Peak
     forward: list[int]  # most alive while stage i runs forward
     backward: list[int]  # most alive while stage i runs backward
     waiting: list[int]  # alive as stage i starts backward, minus the initial bytes and what stages 0 to i saved
@@ -61,11 +115,10 @@ def _profiled(config: Config, model_config: Model) -> StageProfile:
         maps = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         inputs[name] = frozenset(map(ledger.index, maps))
 
-    meter = simulate(config, model_config, watch=watch, steps=STEPS_FOR_PEAK)
-    return _profile(meter.ledger, inputs, reserved_bytes(config, meter.ledger))
+    return _profile(simulate(config, model_config, watch=watch, steps=STEPS_FOR_PEAK).ledger, inputs)
 
 
-def _profile(ledger: Ledger, inputs: StageInputs, reserved: int) -> StageProfile:
+def _profile(ledger: Ledger, inputs: StageInputs) -> StageProfile:
     spans = {phase: (start, end) for phase, start, end in last_step(ledger)}
     forward_start, _ = spans["forward"]
     backward_start, _ = spans["backward"]
@@ -86,8 +139,7 @@ def _profile(ledger: Ledger, inputs: StageInputs, reserved: int) -> StageProfile
             sizes[index] = ledger.storages[index].bytes
     data_ends = phase_ends(ledger)["data"]
     return StageProfile(
-        peak=max(alive),
-        reserved=reserved,
+        step=peak_of(ledger),
         forward=[forward[stage] for stage in inputs],
         backward=[backward[stage] for stage in inputs],
         waiting=list(waiting.values()),
@@ -142,15 +194,13 @@ def _most_alive(alive: list[int], span: tuple[int, int]) -> int:
     return max(alive[start : end + 1])
 
 
-def partitions(stages: int, most: int, least: int = 2) -> Iterator[SegmentStarts]:
-    """Yield all ways to split `stages` stages into `least` to `most` segments."""
-    for segments in range(least, most + 1):
-        for later_starts in combinations(range(1, stages), segments - 1):
-            yield (0, *later_starts)
+def _rank(profile: StageProfile, segment_starts: SegmentStarts) -> tuple[int, float]:
+    """Return by what splits into as many segments are ranked: their peak, then what they recompute."""
+    return ranking_peak(profile, segment_starts), forward_recompute_fraction(profile, segment_starts)
 
 
-def estimated_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
-    """Return the most bytes of a step with these segments, near enough to tell a good split from a bad one.
+def ranking_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
+    """Return about the most bytes of a step with these segments, near enough to tell a good split from a bad one.
 
     A recomputation stops as soon as it has what it needs, and autocast keeps the weights it cast through all of a
     forward pass: the profile knows neither. Off by -2 to +11 % of a simulation in `tests/memory/test_segments.py`.
@@ -172,7 +222,5 @@ def estimated_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
 
 def forward_recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> float:
     """Return the convolution FLOPs that are computed twice, as a share of a forward pass (of a step: a third of it)."""
-    if not segment_starts:
-        return 0
     recomputed = sum(profile.flops[: segment_starts[-1]])
     return recomputed / max(1, sum(profile.flops))
