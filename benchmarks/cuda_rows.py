@@ -254,7 +254,7 @@ def main() -> int:
     turn = Turn(options.turn)
     try:
         training = Training(options.words.split(), options.device, options.patch)
-        with switched(training.config):
+        with switched(training.config.cuda, training.config.deterministic):
             print(json.dumps(MEASURES[options.kind](training, turn)))
     except UserError as error:
         print(" ".join(str(error).split()), file=sys.stderr)

@@ -28,7 +28,7 @@ from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, take_weights_together
 from unet3d.memory.technique import choose_technique
-from unet3d.recomputing.observer import Observer
+from unet3d.recomputing.state import Observer
 from unet3d.training.step import train_step
 
 aten = torch.ops.aten

@@ -12,33 +12,27 @@ from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved
 from unet3d.config import compose
 from unet3d.run.checkpoint import Checkpoint
-from unet3d.run.checkpoint_manager import CheckpointManager
-from unet3d.run.training_state import TrainingState, rate_change
+from unet3d.run.training_state import CheckpointManager, TrainingState, rate_change
 from unet3d.training import checkpoint, optim
 
 
-class Steps:
-    """A run's state: a step more at each call of `next`."""
+class Nothing:
+    """The state of a run without a network."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.changes: list[str] = []
 
-    def __call__(self) -> dict[str, Any]:
-        return {"step": self.step, "last_validation": self.step}
+    def state_dict(self, step: int, last_validation: int, best: float | None) -> dict[str, Any]:
+        return {"step": step, "last_validation": last_validation, "best": best}
 
-    def next(self) -> None:
-        self.step += 1
-
-
-@pytest.fixture
-def steps() -> Steps:
-    return Steps()
+    def load_state_dict(self, source: Checkpoint) -> list[str]:
+        return self.changes
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path, steps: Steps) -> CheckpointManager:
+def checkpoints(tmp_path: Path) -> CheckpointManager:
     (tmp_path / "checkpoints").mkdir()
-    return CheckpointManager(tmp_path, steps)
+    return CheckpointManager(tmp_path, Nothing())  # type: ignore[arg-type]
 
 
 def kept(checkpoints: CheckpointManager) -> dict[str, int]:
@@ -47,46 +41,44 @@ def kept(checkpoints: CheckpointManager) -> dict[str, int]:
     return {path.stem: checkpoint.load_checkpoint(path)["step"] for path in folder.iterdir()}
 
 
-def test_the_best_is_that_of_the_highest_dice(checkpoints: CheckpointManager, steps: Steps) -> None:
+def test_the_best_is_that_of_the_highest_dice(checkpoints: CheckpointManager) -> None:
     """Of equal ones the first; a validation without any foreground, whose Dice is n/a, does not count."""
     best = []
-    for dice in (None, 0.5, 0.3, None, 0.5, 0.6):
-        steps.next()
-        checkpoints.save_best_and_last(dice)
+    for step, dice in enumerate((None, 0.5, 0.3, None, 0.5, 0.6), start=1):
+        checkpoints.save_best_and_last(step, dice)
         best.append(kept(checkpoints).get("best"))
     assert best == [None, 2, 2, 2, 2, 6] and checkpoints.best == 0.6
     assert kept(checkpoints) == {"best": 6, "last": 6, "previous": 5}
 
 
 def test_options_that_changed_cannot_command_a_terminal(
-    checkpoints: CheckpointManager, steps: Steps, capsys: pytest.CaptureFixture
+    checkpoints: CheckpointManager, capsys: pytest.CaptureFixture
 ) -> None:
-    checkpoint.save_checkpoint(checkpoints.folder / "checkpoints" / "last.pt", {**steps(), "best": None})
-    checkpoints.restore(lambda _: ["wandb.project: a\x1b[2J -> \udcff"])
+    checkpoints.save_last(0, 0)
+    checkpoints.state.changes = ["wandb.project: a\x1b[2J -> \udcff"]  # type: ignore[attr-defined]
+    checkpoints.restore()
     printed = capsys.readouterr().out
     assert "wandb.project: a\\x1b[2J -> \\udcff" in printed and printed.removesuffix("\n").isprintable()
 
 
-def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: CheckpointManager, steps: Steps) -> None:
+def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: CheckpointManager) -> None:
     best = checkpoints.folder / "checkpoints" / "best.pt"
-    checkpoints.save_best_and_last(0.5)
-    steps.next()
+    checkpoints.save_best_and_last(0, 0.5)
     aside = best.rename(checkpoints.folder / "aside.pt")
     best.mkdir()  # no file can take its place
     with pytest.raises(NotSaved):
-        checkpoints.save_best_and_last(0.8)
+        checkpoints.save_best_and_last(1, 0.8)
     best.rmdir()
     aside.rename(best)
     assert kept(checkpoints) == {"best": 0, "last": 0}
-    steps.next()
-    checkpoints.save_best_and_last(0.7)
+    checkpoints.save_best_and_last(2, 0.7)
     assert kept(checkpoints)["best"] == 2
 
 
 def test_a_resumed_run_knows_its_best(checkpoints: CheckpointManager, tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", {"step": 4, "last_validation": 4, "best": 0.5})
     (tmp_path / "metrics.jsonl").touch()
-    assert checkpoints.restore(lambda _: []) == (4, 4) and checkpoints.best == 0.5
+    assert checkpoints.restore() == (4, 4) and checkpoints.best == 0.5
 
 
 @pytest.mark.parametrize(
@@ -234,7 +226,7 @@ def test_a_random_state_that_torch_refuses_is_one_line(
     (tmp_path / "checkpoints").mkdir()
     checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", state.state_dict(1, 0, None) | {"rng": value})
     with pytest.raises(CheckpointError, match=r"last\.pt: .*RuntimeError"):
-        CheckpointManager(tmp_path, dict).restore(state.load_state_dict)
+        CheckpointManager(tmp_path, state).restore()
 
 
 @pytest.mark.parametrize("part", ["scaler", "fingerprint", "last_validation", "best", "ranks", "threads"])
@@ -247,7 +239,7 @@ def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(
     checkpoint.save_checkpoint(folder / "previous.pt", whole)
     checkpoint.save_checkpoint(folder / "last.pt", {name: value for name, value in whole.items() if name != part})
     with pytest.raises(CheckpointError, match=rf"last\.pt: .*KeyError\('{part}'\)"):
-        CheckpointManager(tmp_path, dict).restore(state.load_state_dict)
+        CheckpointManager(tmp_path, state).restore()
 
 
 @promise("Checkpoints", "values of wrong types ...")

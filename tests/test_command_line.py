@@ -19,11 +19,12 @@ from training import ROOT, TINY, face, planned, yaml_of
 from unet3d.base import errors, process
 from unet3d.base.errors import UserError
 from unet3d.base.process import SafeStream
-from unet3d.cli import lifecycle, options
+from unet3d.cli import lifecycle, options, plan
 from unet3d.config import compose, schema
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
 composed = cache(lambda *words: compose.compose(words))
+nothing_asked = cache(lambda: compose.compose_tree([]))
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_the_command_that_resumes_can_be_pasted_whatever_the_folder_is_called(tm
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "last.pt").touch()
     *_, word = shlex.split(lifecycle.how_to_go_on(folder))
-    assert compose.compose([word]).resume == str(folder)
+    assert compose.parsed([word])[0].value() == str(folder)
 
 
 @promise("Resume", "the command to go ...")
@@ -169,7 +170,7 @@ def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> Non
 def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None, named: str) -> None:
     (killed / "config.yaml").unlink() if content is None else (killed / "config.yaml").write_text(content)
     with pytest.raises(UserError, match=rf"\b{named}\b") as caught:
-        planned([f"resume={killed}"])
+        plan.resumed_config(killed, nothing_asked())
     assert "\n" not in str(caught.value)
 
 
@@ -179,7 +180,7 @@ def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None,
 def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) -> None:
     path = killed / "overrides.yaml"
     path.unlink() if content is None else path.write_text(content)
-    assert len(planned([f"resume={killed}"]).config.model.features) == 5
+    assert len(plan.resumed_config(killed, nothing_asked()).model.features) == 5
 
 
 @promise("Resume", "`resume=` with another width ...")
@@ -278,7 +279,7 @@ def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> Non
     "a folder for `--config-dir`, or of a run to go on with, whose name has quotes, backslashes, brackets or `${...}`",
     "it is that folder",
 )
-@pytest.mark.parametrize("name", ["back\\", "back\\'q", "q'uote", "a=b", "br]acket[", "${oc.env:HOME}", "\\${x}"])
+@pytest.mark.parametrize("name", ["q'uote=back\\", "br]acket[\\'q", "${oc.env:HOME}\\${x}"])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     (folder / "optim").mkdir(parents=True)

@@ -16,7 +16,7 @@ from scipy import ndimage
 from training import TINY, face, records, train
 
 from unet3d.base.errors import CheckpointError, UserError
-from unet3d.run import cross_validation, postprocess, predict
+from unet3d.run import cross_validation, predict
 from unet3d.training import checkpoint
 
 FOLDS = 3
@@ -100,7 +100,7 @@ def test_the_table_is_the_one_computed_by_hand_from_the_label_files(
 @pytest.mark.slow
 def test_each_class_keeps_its_components_unless_the_largest_alone_is_better_out_of_fold(sweep: Path) -> None:
     folders = [sweep / str(fold) for fold in range(FOLDS)]
-    gains = postprocess.component_gains(folders)
+    gains = cross_validation.component_gains(folders)
     paths = sorted(sweep.glob("*/predictions/*.nii.gz"))
     for label, gain in enumerate(gains, start=1):
         after = []
@@ -118,7 +118,7 @@ def test_each_class_keeps_its_components_unless_the_largest_alone_is_better_out_
 def decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision for the first class alone, which then has many components."""
     gains = [
-        postprocess.Gain(number, name, 6, 6, before=0.5, after=0.6 if number == 1 else 0.4)
+        cross_validation.Gain(number, name, 6, 6, before=0.5, after=0.6 if number == 1 else 0.4)
         for number, name in enumerate(NAMES, start=1)
     ]
     monkeypatch.setattr(cross_validation, "component_gains", lambda folders: gains)

@@ -15,7 +15,7 @@ from allocator import peak_bytes, recorded
 from training import forked
 
 from unet3d.config.schema import Phantom
-from unet3d.data import synthetic
+from unet3d.data.layouts import generated as synthetic
 from unet3d.recomputing import search
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,9 +19,8 @@ from unet3d.config import compose
 from unet3d.config.compose import refuse_changes
 from unet3d.data import prepare
 from unet3d.run import run_folder
-from unet3d.run.checkpoint_manager import CheckpointManager
-from unet3d.run.fingerprint import refuse_other_data
 from unet3d.run.run_folder import MemoryFile, read_memory
+from unet3d.run.training_state import CheckpointManager, refuse_other_data
 from unet3d.run.validation import Predictions
 from unet3d.training import checkpoint
 

@@ -49,7 +49,7 @@ from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
 from unet3d.memory import preflight
 from unet3d.report import plots
-from unet3d.run import job, validator
+from unet3d.run import job, validation
 from unet3d.training import checkpoint, trainer
 
 RUN = [*TINY, "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]
@@ -57,7 +57,7 @@ Patch = pytest.MonkeyPatch
 MARK = "UNET3D_TEST"
 PLACES = {
     "step": (trainer, "train_step"),
-    "validation": (validator, "evaluate"),
+    "validation": (validation, "evaluate"),
     "save": (torch, "save"),
     "data": (job, "prepare_data"),
 }
@@ -131,7 +131,7 @@ def out_of_memory_in_validation() -> None:
     def refuse() -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
 
-    call(validator, "evaluate", 1, refuse)
+    call(validation, "evaluate", 1, refuse)
 
 
 def ask_once(stop: signals.Stop, number: int, _: FrameType | None) -> None:

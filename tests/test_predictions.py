@@ -34,7 +34,7 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
-from unet3d.run import predict, validation
+from unet3d.run import predict, predicted_files, validation
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import Predictions, evaluate
 from unet3d.training import checkpoint
@@ -454,7 +454,7 @@ def files_of(name: str) -> tuple[str, str]:
 def test_a_shard_is_the_same_cases_in_whatever_order_the_files_are_named(scans: list[Path]) -> None:
     """Channels of a case are never parted."""
     for inputs in (scans, scans[::-1]):
-        parts = [[case.id for case in predict.find_cases(inputs, 1, shard=(index, 4))[0]] for index in range(4)]
+        parts = [[case.id for case in predicted_files.find_cases(inputs, 1, shard=(index, 4))[0]] for index in range(4)]
         assert parts == [
             ["scan_0000", "scan_0004"],
             ["scan_0001", "scan_0005"],
@@ -468,12 +468,12 @@ def test_a_shard_is_the_same_cases_in_whatever_order_the_files_are_named(scans: 
     ]
     for path in pairs:
         shutil.copy(scans[0], path)
-    found = [predict.find_cases(pairs, 2, shard=(index, 2)) for index in range(2)]
+    found = [predicted_files.find_cases(pairs, 2, shard=(index, 2)) for index in range(2)]
     for path in pairs:
         path.unlink()
     assert [[len(case.images) for case in cases] for cases, _ in found] == [[2], [2]]
     assert [[case.id for case in cases] for cases, _ in found] == [["x"], ["y"]]
-    assert predict.find_cases(scans, 1, shard=(8, 9)) == ([], [])
+    assert predicted_files.find_cases(scans, 1, shard=(8, 9)) == ([], [])
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -23,7 +23,7 @@ from unet3d.config.schema import Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
 from unet3d.report.scores import SCORES_TITLE
-from unet3d.run import predict, publish
+from unet3d.run import predict, predicted_files, publish
 from unet3d.training import checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -353,14 +353,14 @@ def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
         nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
     files = [tmp_path / f"{name}.nii.gz" for name in ("b_0001", "b_0000", "patient_0001")]
     for given in (files, files[1:], [files[0], files[2]]):  # also a channel that was not named, but lies there
-        found = {case.id: case.images for case in predict.find_cases(given, 2)[0]}
+        found = {case.id: case.images for case in predicted_files.find_cases(given, 2)[0]}
         assert found == {"b": (files[1], files[0]), "patient_0001": (files[2],)}
     files[0].rename(tmp_path / "b_0002.nii.gz")
-    cases, (problem,) = predict.find_cases([tmp_path], 2)
+    cases, (problem,) = predicted_files.find_cases([tmp_path], 2)
     assert [case.id for case in cases] == ["patient_0001"], "what is wrong with one case stops no other"
     assert problem.startswith(f"b: {tmp_path / 'b_0001'} ") and str(files[1]) in problem
     nib.save(nib.load(files[1]), tmp_path / "b_0001.nii.gz")
-    (problem,) = predict.find_cases([tmp_path], 2)[1]
+    (problem,) = predicted_files.find_cases([tmp_path], 2)[1]
     assert re.match(r"b: .*\b3\b.*\b2\b", problem) and "b_0002.nii.gz" in problem
 
 
@@ -369,7 +369,7 @@ def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Pa
     for name in names:
         shape = (4, 4, 4, 3) if name == "whole" else (4, 4, 4)
         nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    cases, problems = predict.find_cases([tmp_path], 3)
+    cases, problems = predicted_files.find_cases([tmp_path], 3)
     assert [case.id for case in cases] == ["whole"]
     missing = [f"{name[0]}: {tmp_path / name} " for name in ("b_0000", "c_0001", "d_0002")]
     assert [line[: len(start)] for line, start in zip(problems, missing, strict=True)] == missing
@@ -381,7 +381,7 @@ def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Pa
 def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
     for length in (240, 248, 249, 250):
         nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{'a' * length}.nii")
-    cases, problems = predict.find_cases([tmp_path], 1)
+    cases, problems = predicted_files.find_cases([tmp_path], 1)
     assert [len(case.id) for case in cases] == [240, 248]
     first, second = problems
     assert 249 in numbers(first) and 250 in numbers(second)
@@ -390,8 +390,8 @@ def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_pat
 def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> None:
     for name in ("a_0000", "b_0001"):
         nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    assert [case.id for case in predict.find_cases([tmp_path], 1, by_channel=True)[0]] == ["a", "b_0001"]
-    assert [case.id for case in predict.find_cases([tmp_path], 1)[0]] == ["a_0000", "b_0001"]
+    assert [case.id for case in predicted_files.find_cases([tmp_path], 1, by_channel=True)[0]] == ["a", "b_0001"]
+    assert [case.id for case in predicted_files.find_cases([tmp_path], 1)[0]] == ["a_0000", "b_0001"]
 
 
 def test_a_checkpoints_preparation_is_that_of_its_run(pair: list[Path], capsys: Capture) -> None:
@@ -484,7 +484,7 @@ def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_
     publish.publish([tmp_path / "unknown.pt"], tmp_path / "blind.pt")
     for path, count in ((last, 1), (tmp_path / "both.pt", 1), (tmp_path / "blind.pt", 0)):
         for name in ("alike", "wide"):
-            found = predict.find_cases([tmp_path / f"{name}.nii.gz"], 1)[0]
+            found = predicted_files.find_cases([tmp_path / f"{name}.nii.gz"], 1)[0]
             predict.open_segmenter(path, "cpu").labels(found[0])
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == count
@@ -556,9 +556,9 @@ def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tm
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path, side in zip(paths, (1, -1), strict=True):
         nib.save(nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.diag([side, 1, 1, 1])), path)
-    (line,) = predict.accepted_contradictions(Case("a", paths, None))
+    (line,) = predicted_files.accepted_contradictions(Case("a", paths, None))
     assert line.startswith(f"a: {paths[1]}: ") and re.search(r"\b6 voxels", line)
-    assert predict.accepted_contradictions(Case("a", paths[:1], None)) == []
+    assert predicted_files.accepted_contradictions(Case("a", paths[:1], None)) == []
 
 
 @promise("Data", "sheared grids, sform beside ...")
@@ -569,7 +569,7 @@ def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> 
         stored = nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.eye(4))
         stored.header.set_xyzt_units("meter")
         nib.save(stored, path)
-    (line,) = predict.accepted_contradictions(Case("a", paths, None))
+    (line,) = predicted_files.accepted_contradictions(Case("a", paths, None))
     assert line.startswith(f"a: {paths[0]}: ") and {"meter", "mm", "data.spacing"} <= {*re.findall(r"[\w.]+", line)}
 
 

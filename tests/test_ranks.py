@@ -31,7 +31,6 @@ from unet3d.training.inference import Predictor
 PAIRED = [*TINY, "batch=2", "data.phantom.cases=7", "data.val_fraction=0.4"]  # three cases to validate: not even
 SGD = ("optim=sgd", "optim.lr=0.01")
 WAYS = {
-    "plain": (),
     "segments": ("accumulate=2", "ckpt=2"),
     "tiles": (
         "recompute=tiles",

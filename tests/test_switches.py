@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,21 @@ def test_a_switch_is_on_within_and_as_before_afterwards(
 ) -> None:
     monkeypatch.delenv(CUBLAS, raising=False)  # MONAI sets it as it is imported
     before = flags()
-    with pytest.raises(KeyError), switched(compose.compose([word])):
+    with pytest.raises(KeyError), switched_by([word]):
         assert flags()[name] == value != before[name]
         raise KeyError
     assert flags() == before
 
 
+def switched_by(words: list[str]) -> AbstractContextManager[None]:
+    config = compose.compose(words)
+    return switched(config.cuda, config.deterministic)
+
+
 def test_the_options_of_others_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS, ":16:8")
     monkeypatch.setattr(torch.backends.cudnn.rnn, "fp32_precision", "ieee")
-    with switched(compose.compose(["deterministic=true", "cuda.tf32=true"])):
+    with switched_by(["deterministic=true", "cuda.tf32=true"]):
         assert os.environ[CUBLAS] == ":16:8"  # cuBLAS repeats its results with this one, too
     assert (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision) == ("tf32", "ieee")
 
@@ -162,17 +168,16 @@ def test_a_part_that_is_not_deterministic_ends_in_one_line(tmp_path: Path) -> No
 @pytest.mark.parametrize("text", [UNREPEATABLE, "it is not deterministic because it uses CuBLAS"])
 def test_only_deterministic_is_named_as_what_refused_a_kernel(text: str) -> None:
     """Code of one's own may ask torch for determinism, too."""
-    asked = compose.compose(["deterministic=true"])
-    found = nondeterminism_error(RuntimeError(text), asked)
+    found = nondeterminism_error(RuntimeError(text), True)
     assert found is not None and str(found).startswith("deterministic=true: ")
-    assert nondeterminism_error(RuntimeError(text), compose.compose([])) is None
-    assert nondeterminism_error(RuntimeError("other"), asked) is None
+    assert nondeterminism_error(RuntimeError(text), False) is None
+    assert nondeterminism_error(RuntimeError("other"), True) is None
 
 
 def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with switched(compose.compose(["cuda.benchmark=true", "cuda.tf32=false"])):
+    with switched_by(["cuda.benchmark=true", "cuda.tf32=false"]):
         found = environment(torch.device("cuda"))
     assert (found["benchmark"], found["tf32"], found["deterministic"], found["capability"]) == (
         True,

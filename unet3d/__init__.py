@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from unet3d import memory
     from unet3d.cli.train import train
     from unet3d.recomputing.module import recompute
-    from unet3d.run.api import load
+    from unet3d.run.predict import load
 
 __version__ = "0.1.0"
 __all__ = ["load", "memory", "recompute", "train"]
@@ -20,7 +20,7 @@ __all__ = ["load", "memory", "recompute", "train"]
 
 def __getattr__(name: str) -> "Any":
     if name == "load":
-        from unet3d.run.api import load
+        from unet3d.run.predict import load
 
         return load
     if name == "memory":

@@ -16,16 +16,17 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Regions
 from unet3d.config import rules
 from unet3d.config.schema import Config, Data, Model, options, options_with
-from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset
+from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.grids import target_grid
-from unet3d.data.headers import read_grid
+from unet3d.data.layouts.generated import phantom_header, phantom_outline
+from unet3d.data.scan import read_grid
 from unet3d.data.splits import split
-from unet3d.data.synthetic import phantom_header
 from unet3d.model.architecture import levels_of
 from unet3d.model.unet import UNet3D
+from unet3d.recomputing.plans import PLAIN, Technique
 from unet3d.training.inference import Predictor
 from unet3d.training.losses import CUDA_CHUNK, LOSSES, LossOptions, SegmentationLoss
-from unet3d.training.policy import PLAIN, MemoryPolicy, Technique, amp_dtype
+from unet3d.training.policy import MemoryPolicy, amp_dtype
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:

@@ -39,17 +39,16 @@ from unet3d.base.files import read_yaml
 from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
-from unet3d.data.cases import read_dataset
-from unet3d.data.headers import WARNING
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.cases import WARNING, read_dataset
+from unet3d.data.check import check_cases, summary
+from unet3d.data.intensity import intensity_rules
+from unet3d.data.preprocess import CaseReader, usable
 from unet3d.data.splits import split
-from unet3d.data.validate import check_cases, summary
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.summary import print_summary
 from unet3d.run import predict
-from unet3d.run.checkpoint_manager import CheckpointManager
 from unet3d.run.record import read_run
-from unet3d.run.training_state import TrainingState
+from unet3d.run.training_state import CheckpointManager, TrainingState
 from unet3d.training import checkpoint, optim
 
 RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
@@ -104,8 +103,9 @@ def read_all(data: Data) -> str:
         train, val = split(task, data)
         lines += summary(task, train, val, headers)
         reader = CaseReader(task, data.spacing)
-        reader.fit_intensity("auto", train)
-        reader.preload([*train, *val])
+        reader.intensity = intensity_rules("auto", task.channels, map(reader.foreground, train))
+        for _ in usable([*train, *val], "reading cases", reader):
+            pass
     except UserError as error:
         assert problems, f"the check passed what a run refuses: {error}"
         lines.append(str(error))
@@ -170,7 +170,7 @@ class SoundRun:
 
     def _resume(self, folder: Path) -> None:
         plan.plan(plan.parse([f"resume={folder}"]))
-        CheckpointManager(folder, dict).restore(self.state.load_state_dict)
+        CheckpointManager(folder, self.state).restore()
 
 
 def _ends(act: Callable[[Path], object], folder: Path) -> str:

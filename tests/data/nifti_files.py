@@ -11,9 +11,8 @@ import nibabel as nib
 import numpy as np
 
 from unet3d.config.schema import Data
-from unet3d.data.cases import Case, read_dataset
-from unet3d.data.headers import WARNING
-from unet3d.data.validate import check_cases
+from unet3d.data.cases import WARNING, Case, read_dataset
+from unet3d.data.check import check_cases
 
 # Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)

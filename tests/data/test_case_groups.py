@@ -19,7 +19,7 @@ BY_NAME = "^p[0-9]+"
 
 def parts(data: Data, ids: list[str] = IDS) -> tuple[list[str], list[str]]:
     cases = tuple(Case(name, (Path(name),), Path("label")) for name in sorted(ids))
-    train, val = split(DatasetInfo("T", ("MRI",), ("background", "a"), None, cases), data)
+    train, val = split(DatasetInfo("T", ("MRI",), cases, classes=("background", "a")), data)
     return [case.id for case in train], [case.id for case in val]
 
 

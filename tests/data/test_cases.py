@@ -19,9 +19,10 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import dataset_json
-from unet3d.data.cases import Case, DatasetInfo, phantom_outline, read_dataset
-from unet3d.data.headers import WARNING, read_grid
+from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset
+from unet3d.data.layouts.generated import phantom_outline
 from unet3d.data.prepare import prepare_data
+from unet3d.data.scan import read_grid
 from unet3d.data.splits import split, unused
 
 
@@ -35,7 +36,7 @@ def refusal(data: Data) -> str:
 def test_decathlon_layout(tmp_path: Path) -> None:
     cases = tuple(Case(n, (tmp_path / f"imagesTr/{n}.nii.gz",), tmp_path / f"labelsTr/{n}.nii.gz") for n in "ab")
     found = read_dataset(decathlon(tmp_path, ("b", "a")))
-    assert found == DatasetInfo("Small", ("CT",), ("background", "organ", "tumour"), None, cases)
+    assert found == DatasetInfo("Small", ("CT",), cases, classes=("background", "organ", "tumour"))
 
 
 def test_decathlon_with_an_ignored_label_and_a_case_without_one(tmp_path: Path) -> None:
@@ -621,7 +622,7 @@ IDS = [f"case_{n:03d}" for n in range(13)]
 def parts(ids: list[str], data: Data) -> tuple[list[str], list[str]]:
     """The ids in train and val, of a data set that also has a case without a label."""
     cases = [Case(name, (Path(name),), Path(name)) for name in ids] + [Case("unlabelled", (Path("u"),), None)]
-    train, val = split(DatasetInfo("T", ("CT",), ("background", "organ"), None, tuple(cases)), data)
+    train, val = split(DatasetInfo("T", ("CT",), tuple(cases), classes=("background", "organ")), data)
     return [case.id for case in train], [case.id for case in val]
 
 

@@ -40,14 +40,12 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import nifti
-from unet3d.data.cases import read_dataset
-from unet3d.data.hashes import FileHasher, Hashes
-from unet3d.data.headers import WARNING
-from unet3d.data.padding import mostly_padding, read_grids
+from unet3d.data.cases import WARNING, Case, read_dataset
+from unet3d.data.check import check_cases, mostly_padding, read_grids, summary
 from unet3d.data.prepare import prepare_data
+from unet3d.data.scan import FileHasher, Hashes, OpenFile
 from unet3d.data.splits import split
-from unet3d.data.validate import check_cases, summary
-from unet3d.run.fingerprint import DatasetFingerprint, fingerprint, refuse_other_data
+from unet3d.run.training_state import DatasetFingerprint, fingerprint, refuse_other_data
 
 PAGE = b"<!DOCTYPE html>" + b"not found " * 100
 
@@ -191,9 +189,9 @@ def test_a_split_that_cannot_be_made_is_listed_with_the_rest(tmp_path: Path) -> 
     assert [line.split(": ")[0] for line in checked(data)] == ["a", data.split]
 
 
-def unchecked(case: str, path: Path, stored: nib.Nifti1Image, *_: object) -> np.ndarray:
+def unchecked(one: Case, path: Path, values: object, file: OpenFile) -> tuple[np.ndarray, nib.Nifti1Image]:
     """Return labels whatever they are."""
-    return nifti.read_array(case, path, stored).astype(np.uint8)
+    return nifti.read_array(one.id, path, file.image).astype(np.uint8), file.image
 
 
 WRONG = (7, -1, 255, 1.5, np.nan, np.inf, 0.9999, 1.001)
@@ -205,7 +203,7 @@ ONE_HOT = np.stack([label() == k for k in range(3)], -1).astype(np.uint8)
     "labels above the classes, negative, 255 without `data.ignore`, beside whole numbers, one-hot",
     "refused; 255 with `data.ignore=255` and floats that are whole are read",
 )
-@without("unet3d.data.validate.read_label", unchecked, only="254")
+@without("unet3d.data.check.read_label_map", unchecked, only="254")
 @pytest.mark.parametrize(
     ("voxels", "ignore", "parts"),
     [
@@ -293,7 +291,7 @@ def odd(path: Path, kind: str) -> None:
 
 
 @promise("Data", "sheared grids, sform beside qform, lengths not in mm", "a warning with the rule that is followed")
-@without("unet3d.data.headers.SHEAR", 2.0, only="sheared")
+@without("unet3d.data.scan.SHEAR", 2.0, only="sheared")
 @without("unet3d.data.grids.MM", range(8), only="yards")
 @pytest.mark.parametrize(
     ("kind", "parts"),
@@ -521,7 +519,7 @@ def link_by_a_folder(link: Path, target: Path) -> None:
 
 
 @promise("Data", "a training image among ...")
-@without("unet3d.data.validate.leaks", none, only="True-symlink_to")
+@without("unet3d.data.check.leaks", none, only="True-symlink_to")
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to, link_by_a_folder])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_link_from_val_to_train_is_an_error(tmp_path: Path, full: bool, link: Callable[[Path, Path], None]) -> None:
@@ -532,7 +530,7 @@ def test_a_link_from_val_to_train_is_an_error(tmp_path: Path, full: bool, link: 
 
 
 @promise("Data", "a training image among ...")
-@without("unet3d.data.validate.leaks", none)
+@without("unet3d.data.check.leaks", none)
 def test_the_same_voxels_in_train_and_val_are_an_error_whatever_the_files(tmp_path: Path) -> None:
     data, seen, unseen = held_out(tmp_path)
     stored = nib.load(seen)
@@ -726,7 +724,7 @@ def test_a_resumed_run_refuses_images_and_labels_that_changed(tmp_path: Path) ->
 
 
 @promise("Resume", "images or labels that ...")
-@without("unet3d.data.headers.FileHasher", SamplesAlone)
+@without("unet3d.data.scan.FileHasher", SamplesAlone)
 def test_bytes_between_the_sampled_ones_are_compared_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -752,7 +750,7 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(
 
 
 @promise("Resume", "images or labels that ...")
-@without("unet3d.data.hashes.BLOCKS", 1, only="--1")
+@without("unet3d.data.scan.BLOCKS", 1, only="--1")
 @pytest.mark.parametrize("place", [100, -1])
 def test_both_ends_of_a_large_file_are_always_compared(tmp_path: Path, place: int) -> None:
     data = large(tmp_path)
@@ -815,7 +813,7 @@ def test_a_dry_run_says_that_a_patch_does_not_suit(tmp_path: Path) -> None:
 VALID = ["data.patch=[116,116,116]", "model.padding=valid", "model.features=[4,8,16]"]
 
 
-@without("unet3d.data.padding.MIN_PATCH_FILL", 0.0, only="(80, 72, 8)-['data.patch=[64,64,32]']")
+@without("unet3d.data.check.MIN_PATCH_FILL", 0.0, only="(80, 72, 8)-['data.patch=[64,64,32]']")
 @pytest.mark.parametrize(
     ("shape", "words", "parts"),
     [
@@ -835,7 +833,9 @@ def test_a_patch_that_is_mostly_padding_is_said(
     for name in "abcd":
         write(tmp_path / f"imagesTr/{name}.nii.gz", np.zeros(shape, np.uint8), np.eye(4))
     config = compose.compose(["data=decathlon", f"data.root={tmp_path}", *words])
-    line = mostly_padding(config, read_grids(read_dataset(config.data).cases, config.data.spacing))
+    line = mostly_padding(
+        config.model, config.data.patch, read_grids(read_dataset(config.data).cases, config.data.spacing)
+    )
     assert (line is None) == (parts is None) and holds(line or "", parts or [])
 
 

@@ -16,14 +16,14 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE, Regions
 from unet3d.config import compose
 from unet3d.config.schema import Config, Data
-from unet3d.data.cases import DatasetInfo, phantom_outline, read_dataset
+from unet3d.data.cases import WARNING, DatasetInfo, read_dataset
+from unet3d.data.check import sound_headers, summary
 from unet3d.data.grids import drawn
-from unet3d.data.headers import WARNING
-from unet3d.data.image_files import ImageFiles
 from unet3d.data.labels import region_words
+from unet3d.data.layouts.generated import phantom_outline
 from unet3d.data.prepare import prepare_data
+from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
-from unet3d.data.validate import sound_headers, summary
 from unet3d.training.metrics import score_case, summarise
 
 TUMOUR = Regions(HELD, tuple(ORDER))
@@ -135,7 +135,7 @@ def phantom(**options: Any) -> Data:
 
 
 def test_data_regions_are_of_any_layout(tmp_path: Path) -> None:
-    named = DatasetInfo("", (), ("background", "body", "vessel", "lesion"), None, ())
+    named = DatasetInfo("", (), (), classes=("background", "body", "vessel", "lesion"))
     expected = Regions(((1, 2, 3), (2,), (3,)), (1, 2, 3))
     of_phantom = phantom_outline(phantom())
     of_decathlon = phantom(regions={"all": [1, 2], "tumour": 2}, regions_class_order=[1, 2])

@@ -18,14 +18,14 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Data
+from unet3d.data.cache import key_of
 from unet3d.data.cases import read_dataset
-from unet3d.data.disk_cache import key_of
+from unet3d.data.check import check_cases, summary
 from unet3d.data.labels import numbered, proposal, written_values, written_words
 from unet3d.data.prepare import prepare_data
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.splits import split
-from unet3d.data.validate import check_cases, summary
-from unet3d.run.fingerprint import fingerprint
+from unet3d.run.training_state import fingerprint
 
 Dataset = Callable[[Path], Data]
 

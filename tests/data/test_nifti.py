@@ -20,7 +20,9 @@ from nifti_files import LPS, doubtful_places, holds, image, label, write, write_
 from promises import promise
 
 from unet3d.base.errors import UserError
-from unet3d.data import nifti, nifti_labels, nifti_write
+from unet3d.data import nifti, restore
+from unet3d.data.cases import Case
+from unet3d.data.volume import LabelValues, read_label_map
 
 compress = gzip.compress
 
@@ -42,7 +44,7 @@ def test_compressed_or_not_the_voxels_are_the_same(tmp_path: Path, name: str) ->
     voxels = image((6, 5, 4, 2))
     write(tmp_path / f"x{name.lower()}", voxels).rename(tmp_path / name)
     assert np.array_equal(read(tmp_path / name), voxels) and nifti.stem(tmp_path / name) == name.split(".")[0]
-    nifti_write.save_image(tmp_path / f"again {name}", nib.Nifti1Image(voxels, LPS))
+    restore.save_image(tmp_path / f"again {name}", nib.Nifti1Image(voxels, LPS))
     assert np.array_equal(read(tmp_path / f"again {name}"), voxels)
 
 
@@ -80,15 +82,15 @@ def test_type_scaling_and_byte_order_are_followed(
 
 
 @promise("Data", "labels above the classes ...")
-@without("unet3d.data.nifti_labels.ROUNDING", 0.0)
+@without("unet3d.data.volume.ROUNDING", 0.0)
 def test_a_mask_that_is_scaled_to_almost_one_is_a_mask(tmp_path: Path) -> None:
     """255 stored as a byte with a slope of 1/255 in float32."""
     path = write(tmp_path / "a.nii.gz", label(classes=2) * np.uint8(255))
     write_header(path, "scl_slope", 1 / 255)
-    assert np.array_equal(nifti_labels.read_label("a", path, nifti.open_image("a", path), 2, None), label(classes=2))
+    assert np.array_equal(read_label_map(Case("a", (path,), path), path, LabelValues(2))[0], label(classes=2))
 
 
-@without("unet3d.data.nifti_labels.QUANTUM", 0.0, only="3-i2")
+@without("unet3d.data.volume.QUANTUM", 0.0, only="3-i2")
 @pytest.mark.parametrize(("classes", "kind"), [(2, "i2"), (3, "i2"), (5, "i2"), (100, "u2")])
 def test_labels_that_nibabel_has_scaled_to_integers_are_labels(tmp_path: Path, classes: int, kind: str) -> None:
     """As where a map is read as floats and saved with the header it had: 1 of 0, 1, 2 becomes 1.0000153."""
@@ -97,11 +99,11 @@ def test_labels_that_nibabel_has_scaled_to_integers_are_labels(tmp_path: Path, c
     stored.set_data_dtype(np.dtype(kind))
     nib.save(stored, tmp_path / "a.nii")
     path = tmp_path / "a.nii"
-    assert np.array_equal(nifti_labels.read_label("a", path, nifti.open_image("a", path), classes, None), voxels)
+    assert np.array_equal(read_label_map(Case("a", (path,), path), path, LabelValues(classes))[0], voxels)
 
 
 @promise("Data", "labels above the classes ...")
-@without("unet3d.data.nifti_labels.QUANTUM", 1.0, only="0.9999")
+@without("unet3d.data.volume.QUANTUM", 1.0, only="0.9999")
 @pytest.mark.parametrize(("slope", "stored"), [(0.9999, 1), (1e-4, 9999), (1e-4, 10010)])
 def test_labels_that_lie_beside_whole_numbers_by_their_scale_are_refused(
     tmp_path: Path, slope: float, stored: int
@@ -109,13 +111,13 @@ def test_labels_that_lie_beside_whole_numbers_by_their_scale_are_refused(
     """A finer integer was there for the whole number, or none is fine enough to say that it was meant."""
     path = write_header(write(tmp_path / "a.nii", np.full((6, 5, 4), stored, np.int16)), "scl_slope", slope)
     with pytest.raises(UserError, match=rf"^a: .*a\.nii: 120 .*{slope * stored:g}\b.*\b2\b"):
-        nifti_labels.read_label("a", path, nifti.open_image("a", path), 3, None)
+        read_label_map(Case("a", (path,), path), path, LabelValues(3))
 
 
 def test_high_labels_that_are_scaled_in_float32_are_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nii", np.resize([0, 1, 32767], (6, 5, 4)).astype(np.float32) * np.float32(3.0))
     write_header(path, "scl_slope", 1 / 3)
-    found = nifti_labels.read_label("a", path, nifti.open_image("a", path), 32768, None)
+    found = read_label_map(Case("a", (path,), path), path, LabelValues(32768))[0]
     assert np.unique(found).tolist() == [0, 1, 32767]
 
 
@@ -232,7 +234,7 @@ def test_an_affine_is_that_of_the_form_and_the_header_stays_as_it_is(
     np.testing.assert_allclose(found.affine, wanted, atol=1e-5)
     for name in ("sform", "qform"):
         assert np.array_equal(getattr(found, f"get_{name}")(), getattr(nib.load(path), f"get_{name}")())
-    nifti_write.save_labels(tmp_path / "map.nii", label(), found)
+    restore.save_labels(tmp_path / "map.nii", label(), found)
     assert np.array_equal(nib.load(tmp_path / "map.nii").affine, nib.load(path).affine), "as viewers show the image"
     if form in ("sform", "qform"):
         write_header(path, f"{form}_code", 0)
@@ -427,7 +429,7 @@ def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
     nib.save(tilted(kind, shape), like)
     before = nib.load(like)
     path = tmp_path / "out.nii.gz"
-    nifti_write.save_labels(path, label(), like)
+    restore.save_labels(path, label(), like)
     after = nib.load(path)
     assert type(after) is kind
     kept = ("qform_code", "sform_code", "srow_x", "srow_y", "srow_z", "qoffset_x", "quatern_b", "xyzt_units", "descrip")
@@ -443,7 +445,7 @@ def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
 
 def test_labels_above_255_are_saved_as_uint16(tmp_path: Path) -> None:
     like = write(tmp_path / "like.nii", image())
-    nifti_write.save_labels(tmp_path / "out.nii", np.full((6, 5, 4), 256), like)
+    restore.save_labels(tmp_path / "out.nii", np.full((6, 5, 4), 256), like)
     saved = nib.load(tmp_path / "out.nii")
     assert saved.get_data_dtype() == np.uint16
     assert saved.get_fdata().min() == 256
@@ -457,14 +459,14 @@ def in_place(path: Path) -> Iterator[IO[bytes]]:
 
 
 @promise("Prediction", "a write that fails or is cut short", "the old file stays whole, and no other is left")
-@without("unet3d.data.nifti_write.replacing", in_place)
+@without("unet3d.data.restore.replacing", in_place)
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nii.gz", image())
     before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # as on a full disk
     try:
         with pytest.raises(OSError, match="too large"):
-            nifti_write.save_image(path, nib.Nifti1Image(label(), LPS))
+            restore.save_image(path, nib.Nifti1Image(label(), LPS))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.nii.gz"]
@@ -480,7 +482,7 @@ def test_the_same_image_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest
     written = []
     for clock in (1.0, 2_000_000_000.0):
         monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        nifti_write.save_image(tmp_path / "a.nii.gz", nib.Nifti1Image(label(), LPS))
+        restore.save_image(tmp_path / "a.nii.gz", nib.Nifti1Image(label(), LPS))
         written.append((tmp_path / "a.nii.gz").read_bytes())
     assert written[0] == written[1]
     assert gzip.GzipFile(fileobj=io.BytesIO(written[0])).read()[344:348] == b"n+1\0"

@@ -22,11 +22,10 @@ from unet3d.base.types import IGNORE
 from unet3d.config.compose import compose, to_plain
 from unet3d.config.schema import Config, Data
 from unet3d.data import sparse
-from unet3d.data.headers import WARNING
-from unet3d.data.intensity import Intensity, checked_intensity, intensity_rules, normalise
+from unet3d.data.cases import WARNING
+from unet3d.data.intensity import Intensity, Seen, checked_intensity, intensity_rules, normalise
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.prepare import prepare_data
-from unet3d.data.seen import Seen
 from unet3d.run.predict import Segmenter
 from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
@@ -334,7 +333,7 @@ def endless() -> int:
 
 
 @promise("Disk and limits", "the cases need more than the memory", "refused before any voxel is read")
-@without("unet3d.data.preprocess.host_bytes", endless)
+@without("unet3d.data.prepare.host_bytes", endless)
 def test_cases_that_need_more_than_the_memory_are_refused_before_any_voxel_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

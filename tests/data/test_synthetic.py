@@ -19,9 +19,9 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.rules import check
 from unet3d.config.schema import Data, Phantom
-from unet3d.data import synthetic
 from unet3d.data.cases import read_dataset
-from unet3d.data.synthetic import GeneratedCase
+from unet3d.data.layouts import generated as synthetic
+from unet3d.data.layouts.generated import GeneratedCase
 
 SMALL = Phantom(cases=2, shape=[16, 20, 18])
 LARGE = (64, 64, 32)
@@ -347,8 +347,8 @@ def test_it_lies_below_the_current_folder_and_needs_no_root(
     monkeypatch.chdir(tmp_path)
     config = compose.compose(["data=mni152"])
     check(config)
-    (tmp_path / synthetic.MNI152_ROOT).parent.mkdir()
-    (tmp_path / synthetic.MNI152_ROOT).symlink_to(root)
+    (tmp_path / "data/mni152").parent.mkdir()
+    (tmp_path / "data/mni152").symlink_to(root)
     (case,) = read_dataset(config.data).cases
     assert case.images[0] == Path(f"data/mni152/v{synthetic.MNI152_VERSION}/imagesTr/mni152.nii.gz")
 

@@ -21,9 +21,8 @@ from unet3d.base.types import ProbabilityBlock
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid, target_grid
 from unet3d.data.nifti import ValidationRules
-from unet3d.data.nifti_write import save_labels
-from unet3d.data.restore import to_original
-from unet3d.data.volume import read_volume
+from unet3d.data.restore import save_labels, to_original
+from unet3d.data.volume import LabelValues, read_volume
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 
@@ -88,7 +87,7 @@ def test_a_voxel_keeps_its_place_and_its_label(tmp_path: Path, codes: str, turn:
     stored[3, 7, 2] = 1000
     where = affine(codes, turn)
     path = write(tmp_path / "i.nii", stored, where)
-    volume = read_volume(Case("a", (path,), write(tmp_path / "l.nii", blob(stored.shape), where)), 3, None, None)
+    volume = read_volume(Case("a", (path,), write(tmp_path / "l.nii", blob(stored.shape), where)), LabelValues(3), None)
     assert nib.aff2axcodes(volume.affine) == tuple("RAS")
     found = np.unravel_index(volume.image[0].argmax(), volume.image.shape[1:])
     assert np.allclose(apply_affine(volume.affine, found), apply_affine(where, (3, 7, 2)), atol=1e-4)
@@ -104,7 +103,7 @@ def test_a_voxel_keeps_its_place_and_its_label(tmp_path: Path, codes: str, turn:
 @pytest.mark.parametrize("codes", ORIENTATIONS)
 def test_labels_return_to_their_file_unchanged(tmp_path: Path, codes: str) -> None:
     one = one_case(tmp_path, codes, (0.2, 0.1, -0.3))
-    volume = read_volume(one, 3, None, None)
+    volume = read_volume(one, LabelValues(3), None)
     assert volume.label is not None
     stored = np.asanyarray(nib.load(one.label).dataobj)
     returned = to_original(whole(one_hot(volume.label)), one, None)
@@ -118,7 +117,7 @@ def test_labels_return_to_their_file_unchanged(tmp_path: Path, codes: str) -> No
 @pytest.mark.parametrize("codes", ORIENTATIONS)
 def test_resampled_labels_return_within_a_voxel(tmp_path: Path, codes: str) -> None:
     one = one_case(tmp_path, codes, shape=(40, 30, 24))
-    volume = read_volume(one, 3, None, [1.2, 1.2, 1.2])
+    volume = read_volume(one, LabelValues(3), [1.2, 1.2, 1.2])
     assert volume.label is not None
     assert np.allclose(volume.spacing, 1.2)
     stored = np.asanyarray(nib.load(one.label).dataobj)
@@ -138,7 +137,7 @@ def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
     where = affine("LPS")
     positions = apply_affine(where, np.stack(np.meshgrid(*(np.arange(n) for n in shape), indexing="ij"), -1))
     path = write(tmp_path / "i.nii", (positions @ slope).astype(np.float32), where)
-    volume = read_volume(Case("a", (path,), None), 2, None, spacing)
+    volume = read_volume(Case("a", (path,), None), LabelValues(2), spacing)
     inner = tuple(slice(n // 3, -(n // 3)) for n in volume.image.shape[1:])
     grid = np.stack(np.meshgrid(*(np.arange(n) for n in volume.image.shape[1:]), indexing="ij"), -1)
     assert np.allclose(volume.image[0][inner], (apply_affine(volume.affine, grid) @ slope)[inner], atol=0.05)
@@ -158,7 +157,7 @@ def test_resampled_labels_lie_where_their_image_lies(tmp_path: Path, spacing: li
     ball = (sum((axis - middle) ** 2 for axis, middle in zip(axes, (14.3, 15.1, 13.8), strict=True)) < 81).astype("u1")
     where = nib.affines.from_matvec(euler2mat(0.2, 0.1, 0.3), (3, -4, 5))
     paths = write(tmp_path / "i.nii.gz", ball.astype(np.float32), where), write(tmp_path / "l.nii.gz", ball, where)
-    volume = read_volume(Case("a", paths[:1], paths[1]), 2, None, spacing)
+    volume = read_volume(Case("a", paths[:1], paths[1]), LabelValues(2), spacing)
     assert volume.label is not None
     before = apply_affine(where, np.argwhere(ball)).mean(0)
     after = apply_affine(volume.affine, np.argwhere(volume.label)).mean(0)
@@ -173,14 +172,14 @@ def test_of_labels_with_equal_shares_a_class_is_kept_and_what_is_ignored_is_not(
     labels = np.broadcast_to(np.resize(pair, 4)[:, None, None], (4, 4, 4)).astype(np.uint8)
     where = nib.affines.from_matvec(euler2mat(0.2, 0.1, 0.3), (3, -4, 5))
     paths = write(tmp_path / "i.nii.gz", labels.astype(np.float32), where), write(tmp_path / "l.nii.gz", labels, where)
-    volume = read_volume(Case("a", paths[:1], paths[1]), 3, 9, [2, 1, 1])
+    volume = read_volume(Case("a", paths[:1], paths[1]), LabelValues(3, 9), [2, 1, 1])
     assert volume.label is not None and volume.label.shape == (2, 4, 4) and (volume.label == wanted).all()
 
 
 def test_resampling_invents_no_intensity(tmp_path: Path) -> None:
     stored = np.zeros((20, 20, 20), np.int16)
     stored[:10] = 1000
-    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), 2, None, [0.8, 0.8, 0.8])
+    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), LabelValues(2), [0.8, 0.8, 0.8])
     assert volume.image.min() == 0
     assert volume.image.max() == 1000
 
@@ -188,13 +187,13 @@ def test_resampling_invents_no_intensity(tmp_path: Path) -> None:
 def test_resampling_continues_the_edge(tmp_path: Path) -> None:
     stored = np.full((8, 8, 8), 50, np.int16)
     stored[3:5, 3:5, 3:5] = 0
-    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), 2, None, [0.5, 0.5, 0.5])
+    volume = read_volume(Case("a", (write(tmp_path / "i.nii", stored),), None), LabelValues(2), [0.5, 0.5, 0.5])
     assert volume.image[0][[0, 0, -1], [0, -1, -1], [0, 0, -1]] == pytest.approx(50, abs=0.5)
 
 
 def test_the_files_own_spacing_is_left_alone(tmp_path: Path) -> None:
     one = one_case(tmp_path, "RAS")
-    volume = read_volume(one, 3, None, [1.0004, 1.5, 2.5])
+    volume = read_volume(one, LabelValues(3), [1.0004, 1.5, 2.5])
     assert np.array_equal(volume.image[0], np.asanyarray(nib.load(one.images[0]).dataobj))
 
 
@@ -257,12 +256,12 @@ def test_channels_come_first(tmp_path: Path) -> None:
     packed = Case("a", (write(tmp_path / "4d.nii.gz", stored, np.eye(4)),), None)
     files = tuple(write(tmp_path / f"a_{c:04d}.nii", stored[..., c], np.eye(4)) for c in range(3))
     for one in (packed, Case("a", files, None)):
-        assert np.array_equal(read_volume(one, 2, None, None).image, stored.transpose(3, 0, 1, 2))
+        assert np.array_equal(read_volume(one, LabelValues(2), None).image, stored.transpose(3, 0, 1, 2))
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float32, np.float64])
 def test_integral_labels_are_exact_in_any_type(tmp_path: Path, kind: type) -> None:
-    volume = read_volume(case(tmp_path, image(), label().astype(kind)), 3, None, None)
+    volume = read_volume(case(tmp_path, image(), label().astype(kind)), LabelValues(3), None)
     assert volume.label is not None
     assert volume.label.dtype == np.uint8
     assert np.array_equal(volume.label[::-1, ::-1], label())
@@ -275,7 +274,7 @@ def test_integral_labels_are_exact_in_any_type(tmp_path: Path, kind: type) -> No
 def test_high_labels_are_kept(tmp_path: Path, value: int, classes: int, ignore: int | None, kind: type) -> None:
     stored = label().astype(np.int16)
     stored[0, 0, 0] = value
-    volume = read_volume(case(tmp_path, image(), stored), classes, ignore, None)
+    volume = read_volume(case(tmp_path, image(), stored), LabelValues(classes, ignore), None)
     assert volume.label is not None
     assert (volume.label.max(), volume.label.dtype) == (value, kind)
 
@@ -284,7 +283,7 @@ def test_a_scaled_label_is_what_the_scaling_says(tmp_path: Path) -> None:
     one = case(tmp_path, image(), label() * np.uint8(2))
     assert one.label is not None
     write_header(one.label, "scl_slope", 0.5)
-    volume = read_volume(one, 3, None, None)
+    volume = read_volume(one, LabelValues(3), None)
     assert volume.label is not None and np.array_equal(volume.label[::-1, ::-1], label())
 
 
@@ -299,22 +298,22 @@ def all_finite(values: np.ndarray) -> np.ndarray:
 def test_voxels_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
     one = case(tmp_path, changed(image(), value), label())
     with pytest.raises(UserError) as caught:
-        read_volume(one, 3, None, None)
+        read_volume(one, LabelValues(3), None)
     assert told([str(caught.value)], [[f"a: {one.images[0]}: 1 ", "NaN"]])
 
 
 def test_channels_in_files_must_be_single_and_fit(tmp_path: Path) -> None:
     first = write(tmp_path / "a_0000.nii", image())
     with pytest.raises(UserError, match=r"^a: .*a_0001\.nii: .*\(6, 5, 4, 2\)"):
-        read_volume(Case("a", (first, write(tmp_path / "a_0001.nii", image((6, 5, 4, 2)))), None), 3, None, None)
+        read_volume(Case("a", (first, write(tmp_path / "a_0001.nii", image((6, 5, 4, 2)))), None), LabelValues(3), None)
     with pytest.raises(UserError, match=r"^a: .*a_0002\.nii: .* 1 .*a_0000\.nii"):
-        read_volume(Case("a", (first, write(tmp_path / "a_0002.nii", image(), SHIFTED)), None), 3, None, None)
+        read_volume(Case("a", (first, write(tmp_path / "a_0002.nii", image(), SHIFTED)), None), LabelValues(3), None)
 
 
 def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
     one = case(tmp_path, image(), label())
     with pytest.raises(UserError, match=r"6000x7500x10000 .*data\.spacing=\[0\.001, 0\.001, 0\.001\] mm"):
-        read_volume(one, 3, None, [0.001, 0.001, 0.001])
+        read_volume(one, LabelValues(3), [0.001, 0.001, 0.001])
 
 
 @promise("data sets", "resampling to `data.spacing` makes at most 32 times the voxels that are stored")
@@ -323,9 +322,9 @@ def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
 def test_a_grid_may_hold_32_times_the_voxels_that_are_stored(tmp_path: Path) -> None:
     """Also where that is far less than the most that a file may hold; the check lists every such case."""
     one = Case("a", (write(tmp_path / "i.nii", image((12, 10, 8)), np.eye(4)),), None)
-    assert read_volume(one, 2, None, [0.5, 0.25, 0.25]).image.size == 32 * 960
+    assert read_volume(one, LabelValues(2), [0.5, 0.25, 0.25]).image.size == 32 * 960
     with pytest.raises(UserError, match=r"24x40x33 .*data\.spacing=\[0\.5, 0\.25, 0\.24\] mm.*\b33\b.*\b960\b.*\b32\b"):
-        read_volume(one, 2, None, [0.5, 0.25, 0.24])
+        read_volume(one, LabelValues(2), [0.5, 0.25, 0.24])
     data = decathlon(tmp_path / "set")
     data.spacing = [0.03, 0.03, 0.03]
     assert [line.split(": ")[0] for line in checked(data, full=False)] == [*"abcd"]
@@ -351,7 +350,7 @@ def test_values_that_float32_cannot_tell_apart_are_refused(
     write_header(write_header(one.images[0], "scl_slope", slope), "scl_inter", inter)
     low, high = sorted((float(voxels[0]) * slope + inter, float(voxels[-1]) * slope + inter))
     with pytest.raises(UserError) as caught:
-        read_volume(one, 3, None, None)
+        read_volume(one, LabelValues(3), None)
     assert told([str(caught.value)], [[f"a: {one.images[0]}: ", f" {low:.12g} ", f" {high:.12g}", "float32"]])
 
 
@@ -359,16 +358,16 @@ def test_values_that_float32_cannot_tell_apart_are_refused_beside_some_that_are_
     accepted = ValidationRules(nonfinite=True)
     one = case(tmp_path, changed(1e9 + np.arange(120.0).reshape(6, 5, 4), np.nan), label())
     with pytest.raises(UserError, match=rf"^a: {one.images[0]}: .*float32"):
-        read_volume(one, 3, None, None, accepted)
+        read_volume(one, LabelValues(3), None, accepted)
     one = case(tmp_path, np.full((6, 5, 4), np.nan), label())
-    assert read_volume(one, 3, None, None, accepted).nonfinite_voxels == 120
+    assert read_volume(one, LabelValues(3), None, accepted).nonfinite_voxels == 120
 
 
 @pytest.mark.parametrize("voxels", [np.arange(120.0) * 1e9, 1e6 + np.arange(120.0), np.full(120, 2**30 + 1), [0, 1e9]])
 def test_values_that_float32_can_tell_apart_are_read(tmp_path: Path, voxels: np.ndarray) -> None:
     """A wide range, a moderate offset, one value alone, two."""
     stored = np.resize(voxels, (6, 5, 4)).astype(np.float64)
-    volume = read_volume(case(tmp_path, stored, label()), 3, None, None)
+    volume = read_volume(case(tmp_path, stored, label()), LabelValues(3), None)
     assert np.array_equal(volume.image[0], stored[::-1, ::-1].astype(np.float32))
 
 

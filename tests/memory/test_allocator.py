@@ -14,7 +14,7 @@ from unet3d.base.types import MIB
 from unet3d.config import compose
 from unet3d.memory.allocator import EMPTY_CACHE, Allocator, Pool, Reserved, Settings, read_settings, replay
 from unet3d.memory.simulate import simulate
-from unet3d.training.policy import Technique
+from unet3d.recomputing.plans import Technique
 
 DEFAULT, EXPANDABLE = Settings(), Settings(expandable=True)
 KINDS = {

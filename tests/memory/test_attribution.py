@@ -10,14 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.memory.tracker import ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing import observer
-from unet3d.recomputing.prepare import by_plan, prepare
+from unet3d.recomputing import state
+from unet3d.recomputing.plans import by_plan
+from unet3d.recomputing.prepare import prepare
 from unet3d.training.policy import MemoryPolicy
 
 Network = Callable[..., UNet3D]
 
 
-class Log(observer.Observer, TorchDispatchMode):
+class Log(state.Observer, TorchDispatchMode):
     """(operation, scope) of all that is dispatched."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
@@ -94,7 +95,7 @@ def test_in_tiles_each_operation_belongs_to_the_layer_that_is_made(network: Netw
     assert backward[0] == "outc.conv"
     again = [scope for scope in log.scopes("convolution") if scope.is_recomputed]
     assert len({scope.module for scope in again}) >= (program.schedule.work > 1.5)
-    assert tracker is not observer.observer, "closed, it observes no more"
+    assert tracker is not state.observer, "closed, it observes no more"
 
 
 def test_a_recomputed_operation_is_marked_as_such(network: Network) -> None:

@@ -20,8 +20,8 @@ from unet3d.memory.preflight import preflight
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique, predicted, step_peak
 from unet3d.memory.variants import resized
+from unet3d.recomputing.plans import Technique
 from unet3d.training import optim
-from unet3d.training.policy import Technique
 from unet3d.training.step import train_step
 
 VARIANTS = [

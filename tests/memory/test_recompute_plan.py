@@ -35,8 +35,9 @@ from unet3d.memory.technique import (
 )
 from unet3d.memory.variants import Candidate
 from unet3d.recomputing import search
-from unet3d.recomputing.prepare import by_plan, retraced
-from unet3d.training.policy import PLAIN as NOTHING
+from unet3d.recomputing.plans import PLAIN as NOTHING
+from unet3d.recomputing.plans import by_plan, least_memory
+from unet3d.recomputing.prepare import retraced
 from unet3d.training.policy import MemoryPolicy
 
 SMALL = ("model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,16,24]", "batch=1")
@@ -58,7 +59,7 @@ def test_auto_goes_below_tiles_where_a_schedule_needs_less_memory(monkeypatch: p
     monkeypatch.setattr(search, "WORTH_FOR_TILES", 5.0)  # so that tiles of this small network stops before
     asked = config()
     program = prepared(asked, asked.model)
-    least = search.least_memory(program.schedules)
+    least = least_memory(program.schedules)
     assert least.peak_bytes < by_plan(program, "tiles").schedule.peak_bytes, "else there is nothing to test"
     budget = step_peak(asked, asked.model, by_program(program.by(least))).tensors
     asked = config("recompute=auto", f"budget={(budget + 1) / MIB:.6f}MiB")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from unet3d.recomputing import affine, module, prepare, search
-from unet3d.recomputing.costs import Beside, Sizes
+from unet3d.recomputing import module, prepare, search
+from unet3d.recomputing.instructions import Sizes, Workspace
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Schedule, compile_schedule
+from unet3d.recomputing.rules import channels
+from unet3d.recomputing.schedule import Schedule, compile_schedule, is_sound
 from unet3d.recomputing.scratch import Scratch
-from unet3d.recomputing.soundness import is_sound
 
 CLOSE = 1e-12  # of float64, relative to the largest number of its kind
 
@@ -112,7 +112,7 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
         patch.setattr(prepare, "CUDA_MOST_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILE", 1)
         if seed % 2:
-            patch.setattr(affine, "LARGE", 1)  # else no map is large enough for kernels that fill a GPU
+            patch.setattr(channels, "LARGE", 1)  # else no map is large enough for kernels that fill a GPU
         patch.setattr(module, "plain_bytes", lambda *_: None)  # or a schedule that needs more would not be taken
         if not measures:
             patch.setattr(prepare, "scratch_bytes", no_scratch)  # it takes longer than the pass
@@ -121,7 +121,7 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
 
 def no_scratch(program: Program, *_: object) -> list[Scratch]:
     """Return that nothing lies beside the maps of a program, in the place of `scratch_bytes`."""
-    return [Scratch(Beside(0, 0, 0, 0), Beside(0, 0, 0, 0), 0)] * len(program.maps.maps)
+    return [Scratch(Workspace(0, 0, 0, 0), Workspace(0, 0, 0, 0), 0)] * len(program.maps.maps)
 
 
 def drawn_table(count: int, seed: int) -> list[set[int]]:

@@ -8,11 +8,10 @@ import torch
 from equality import drawn_schedules
 from torch import Tensor, nn
 
-from unet3d.recomputing import affine
-from unet3d.recomputing.affine import Affine
 from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.rules import channels
+from unet3d.recomputing.rules.channels import Affine, take_statistics
 from unet3d.recomputing.state import State
-from unet3d.recomputing.statistics import take_statistics
 from unet3d.recomputing.trace import trace
 
 SHAPE = (2, 4, 9, 8, 6)
@@ -27,8 +26,8 @@ CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of
 @pytest.fixture(autouse=True)
 def all_maps_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With some pieces a channel."""
-    monkeypatch.setattr(affine, "LARGE", 1)
-    monkeypatch.setattr(affine, "BLOCKS", 40)
+    monkeypatch.setattr(channels, "LARGE", 1)
+    monkeypatch.setattr(channels, "BLOCKS", 40)
     yield
 
 
@@ -47,15 +46,15 @@ def drawn(dtype: torch.dtype, mean: float = 0.0) -> Tensor:
 @pytest.mark.parametrize("name", NORMS)
 def test_statistics_of_pieces_are_those_of_channels(name: str, dtype: torch.dtype) -> None:
     """The mean is far larger than the deviation: a difference of squares would lose it."""
-    norm, (images, groups, channels) = NORMS[name]
+    norm, (images, groups, width) = NORMS[name]
     network = nn.Sequential(nn.Conv3d(4, 4, 1), norm).train()
     value = next(value for value in trace(network, torch.randn(SHAPE)).values if value.op.endswith("_norm"))
     raw = drawn(dtype, mean=1000 if dtype != torch.bfloat16 else 10)
-    assert affine.pieces(raw) > 1
+    assert channels.pieces(raw) > 1
     state = state_of(dtype, network)
     take_statistics(value, raw, state)
     known = state.statistics[value]
-    together = raw.double().unflatten(1, (groups, channels))
+    together = raw.double().unflatten(1, (groups, width))
     variance, mean = torch.var_mean(together, (0, 2, 3, 4, 5) if images == 1 else (2, 3, 4, 5), correction=0)
     assert known.voxels == raw.numel() // (images * groups)
     torch.testing.assert_close(known.mean.double(), mean.view(images, groups), rtol=1e-6, atol=0)

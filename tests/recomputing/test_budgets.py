@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from unet3d.base.errors import UserError
 from unet3d.recomputing import search
 from unet3d.recomputing.compiler import Compiler
-from unet3d.recomputing.costs import Sizes
-from unet3d.recomputing.instructions import Instruction
+from unet3d.recomputing.instructions import NOTHING, Instruction, Sizes, Stage, indices_of, mask_of
 from unet3d.recomputing.module import Recomputed, recompute, schedules_of
-from unet3d.recomputing.prepare import by_plan, least_bytes, prepare
+from unet3d.recomputing.plans import by_plan, leanest, least_bytes, smallest
+from unet3d.recomputing.prepare import prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Passes, Schedule, compile_schedule, every_map, locate_peak
+from unet3d.recomputing.schedule import Schedule, StageCache, compile_schedule, every_map, is_sound, locate_peak
 from unet3d.recomputing.scratch import plain_bytes
-from unet3d.recomputing.soundness import is_sound
-from unet3d.recomputing.stages import NOTHING, Stage, indices_of, mask_of
 
 MIB = 2**20
 
@@ -122,7 +120,7 @@ class Skips(nn.Module):
 def test_stages_that_passes_share_are_those_of_each_pass_alone() -> None:
     sizes = prepare(Skips().train(), torch.empty(1, 1, 16, 8, 8), None, on_cpu=True).sizes
     assert sizes is not None
-    passes = Passes(sizes)
+    stages = StageCache(sizes)
     for seed in range(50):
         table = [mask_of(stays) for stays in drawn_table(sizes.count, seed)]
         instructions: list[Instruction] = []
@@ -135,8 +133,8 @@ def test_stages_that_passes_share_are_those_of_each_pass_alone() -> None:
                 most = alive + stage.most
                 maps = indices_of(stage.maps)
             alive += stage.growth
-        peak = passes.peak(table)
-        assert passes.schedule(table).instructions == tuple(instructions)
+        peak = stages.peak(table)
+        assert stages.schedule(table).instructions == tuple(instructions)
         assert (peak.bytes, peak.maps) == (most, maps)
 
 
@@ -200,7 +198,7 @@ def test_plans_and_budgets_that_do_not_go_together(options: tuple[Any, ...]) -> 
 def test_the_line_says_peak_and_work(known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
     recompute(copy.deepcopy(network()), IMAGE, "tiles")
     line = capsys.readouterr().out
-    least = known_front.fixed_bytes + search.smallest(known_front.schedules).peak_bytes
+    least = known_front.fixed_bytes + smallest(known_front.schedules).peak_bytes
     plain = plain_bytes(network(), IMAGE, None, on_cpu=True)
     assert plain is not None
     assert f"recompute=tiles: {least / MIB:,.1f} MiB instead of {plain / MIB:,.1f} MiB (predicted) for " in line
@@ -262,7 +260,7 @@ def test_a_budget_that_only_the_plain_pass_keeps_is_kept() -> None:
 def test_lean_takes_more_work_where_less_saves_nothing() -> None:
     first, *others, last = (Schedule((), peak, work) for peak, work in ((100, 1.0), (95, 1.1), (60, 1.25), (20, 1.9)))
     schedules = [first, *others, last]
-    assert search.leanest(schedules) == first
-    assert search.leanest(schedules, plain=101) == first
-    assert search.leanest(schedules, plain=100) == others[1]
-    assert search.leanest(schedules, plain=60) == first
+    assert leanest(schedules) == first
+    assert leanest(schedules, plain=101) == first
+    assert leanest(schedules, plain=100) == others[1]
+    assert leanest(schedules, plain=60) == first

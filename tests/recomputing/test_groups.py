@@ -265,7 +265,7 @@ def test_a_block_has_few_maps() -> None:
     """Two of the perceptron's shortcut and the attention's, and what goes into the windows and comes out of them."""
     maps = whole_maps(nn.Sequential(nn.Conv3d(1, CHANNELS, 1), Block(CHANNELS), nn.Conv3d(CHANNELS, 2, 1)))
     assert len(maps.whole) <= 5
-    assert any(map_.along is not None and "matmul" in {value.op for value in map_.passing} for map_ in maps.whole)
+    assert any(map_.along is not None and "matmul" in {value.op for value in map_.fused} for map_ in maps.whole)
     assert all(value.op != "softmax" for map_ in maps.maps for value in (map_.value, *map_.sources))
 
 

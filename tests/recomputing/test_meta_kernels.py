@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unet3d.recomputing import meta_kernels
+from unet3d.recomputing import fake_kernels
 
 aten = torch.ops.aten
 SHAPE = (2, 4, 6, 5, 3)
@@ -67,7 +67,7 @@ class Noted(TorchDispatchMode):
 
     def __init__(self, by_meta_kernels: bool) -> None:
         super().__init__()
-        self.run = meta_kernels.run if by_meta_kernels else _as_it_is
+        self.run = fake_kernels.run if by_meta_kernels else _as_it_is
         self.results: list[Any] = []
         self.operations: set[Any] = set()
 
@@ -125,7 +125,7 @@ def test_each_operation_is_compared() -> None:
     operations = set()
     for call in CALLS.values():
         operations |= noted(call, LAYOUTS["rows"], True).operations
-    assert operations >= meta_kernels.OPERATIONS
+    assert operations >= fake_kernels.OPERATIONS
 
 
 def test_a_known_number_stays_known() -> None:

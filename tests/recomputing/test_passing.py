@@ -9,7 +9,7 @@ from equality import assert_equal, drawn_schedules
 from torch import Tensor, nn
 
 from unet3d.memory.ledger import Ledger
-from unet3d.recomputing.instructions import CompleteRows, Free, Make, Send, SendTwice
+from unet3d.recomputing.instructions import Backward, BackwardTwoPass, Compute, NormBackwardTiled, Release
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 
@@ -58,15 +58,15 @@ def kinds_of(program: Program) -> Counter[str]:
     gradients: set[int] = set()
     for step in program.schedule.instructions:
         match step:
-            case Make(index, over, _):
+            case Compute(index, over, _):
                 maps.discard(-1 if over is None else over)
                 maps.add(index)
-            case Free(index):
+            case Release(index):
                 maps.discard(index)
-            case CompleteRows(_, through):
+            case NormBackwardTiled(_, through):
                 kinds["completed by rows"] += 1
                 kinds["completed by rows through rows"] += bool(through)
-            case Send(index, targets, through) | SendTwice(index, targets, through):
+            case Backward(index, targets, through) | BackwardTwoPass(index, targets, through):
                 sources = {target.source for target in targets}
                 kinds["sent through rows"] += bool(through)
                 kinds["not read"] += bool(sources - maps - set(through))
@@ -80,7 +80,7 @@ def kinds_of(program: Program) -> Counter[str]:
 @pytest.fixture
 def thin_stem(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the convolutions of the image count as little work, as in a network of usual width."""
-    monkeypatch.setattr("unet3d.recomputing.sizes.THIN", 0.3)
+    monkeypatch.setattr("unet3d.recomputing.prepare.CHEAP_STEM", 0.3)
 
 
 KINDS = {

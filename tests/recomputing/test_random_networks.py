@@ -18,7 +18,7 @@ from unet3d.model.geometry import valid_length
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import module, prepare, search
 from unet3d.recomputing.module import Recomputed, schedules_of
-from unet3d.recomputing.prepare import PLANS
+from unet3d.recomputing.plans import PLANS
 
 GRAPHS = 20
 CONFIGS = 100  # of our network

@@ -7,7 +7,7 @@ import torch
 from equality import assert_equal, drawn_schedules
 from torch import Tensor, nn
 
-from unet3d.recomputing.instructions import Make, Send, SendTwice
+from unet3d.recomputing.instructions import Backward, BackwardTwoPass, Compute
 from unet3d.recomputing.module import Recomputed, schedules_of
 
 SEEDS = range(12)
@@ -41,12 +41,12 @@ def kinds_of(seed: int, image: Tensor) -> Counter[str]:
     sends: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
     for step in program.schedule.instructions:
-        if isinstance(step, Send | SendTwice):
+        if isinstance(step, Backward | BackwardTwoPass):
             sends[step.map] += 1
             kinds["in parts"] += sends[step.map] > 1
-        if isinstance(step, SendTwice):
+        if isinstance(step, BackwardTwoPass):
             kinds["over gradient"] += any(target.place == "gradient" for target in step.targets)
-        if isinstance(step, Make) and step.over is not None:
+        if isinstance(step, Compute) and step.inplace_on is not None:
             is_convolution = program.maps.maps[step.map].value.op == "conv3d"
             kinds["over source"] += is_convolution
     return kinds
@@ -55,8 +55,8 @@ def kinds_of(seed: int, image: Tensor) -> Counter[str]:
 @pytest.fixture
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stem and the sum count as little work, as in a network of usual size."""
-    monkeypatch.setattr("unet3d.recomputing.sizes.THIN", 0.3)
-    monkeypatch.setattr("unet3d.recomputing.compiler.TWICE", 0.3)
+    monkeypatch.setattr("unet3d.recomputing.prepare.CHEAP_STEM", 0.3)
+    monkeypatch.setattr("unet3d.recomputing.compiler.TWO_PASS_WORK", 0.3)
 
 
 @pytest.mark.usefixtures("little_work")

@@ -1,58 +1,19 @@
-"""Each operation between convolutions, at random sizes, along each axis, in small tiles: as torch computes it."""
+"""Each operation that has a rule, and some that have none, between convolutions: as torch computes it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from between import ALL, CHANNELS, SHAPES, Between, Operation, check, serves
 from equality import assert_equal
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing.maps import Maps
+from unet3d.recomputing.rules import RULES, rule
+from unet3d.recomputing.rules.pointwise import Pointwise
 from unet3d.recomputing.trace import trace
-
-SHAPES = ((13, 5, 4), (5, 11, 4), (3, 4, 9))  # rows lie along the longest axis
-TILES = (5, 1, 5)  # of the largest map: few rows at a time, or all at once
-ALL = (0, 1, 2)
-CHANNELS = 4
-Operation = nn.Module | Callable[..., Tensor]
-
-
-class Between(nn.Module):
-    """An operation between convolutions; the first convolution's result may have another reader."""
-
-    def __init__(self, operation: Operation, inputs: int, outputs: int, is_read_again: bool) -> None:
-        super().__init__()
-        self.first = nn.ModuleList(nn.Conv3d(2, CHANNELS, 3, padding=1) for _ in range(inputs))
-        self.operation = operation
-        self.last = nn.Conv3d(outputs, 3, 3, padding=1)
-        self.again = nn.Conv3d(CHANNELS, 2, 1) if is_read_again else None
-
-    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        """Return logits."""
-        maps = [layer(image) for layer in self.first]
-        logits = self.last(self.operation(*maps))
-        if self.again is None:
-            return (logits,)
-        return logits, self.again(maps[0])
-
-
-def check(operation: Operation, inputs: int = 1, outputs: int = CHANNELS, axes: Sequence[int] = (1, 2)) -> None:
-    """Compare the operation with rows along some axes of D H W, in tiles of a few rows and in one tile."""
-    for number in axes:
-        shape = SHAPES[number]
-        tiles = TILES[number]
-        torch.manual_seed(number)
-        network = Between(operation, inputs, outputs, is_read_again=number % 2 == 0)
-        image = torch.randn(1 + number % 2, 2, *shape)
-        assert_equal(network, image, seeds=[number], tiles=tiles)
-
-
-def serves(operation: Operation, outputs: int = CHANNELS) -> bool:
-    """Return whether all of a network has rules."""
-    network = Between(operation, 1, outputs, is_read_again=False).train()
-    return not Maps(trace(network, torch.randn(1, 2, *SHAPES[0])), axis=2).whole
 
 
 @pytest.mark.parametrize(
@@ -369,7 +330,7 @@ def test_excitations_of_two_dimensions_are_computed_from_rows(operation: Operati
     network = Between(excited, 1, CHANNELS, is_read_again=False).train()
     image = torch.randn(1, 2, *SHAPES[0])
     (group,) = Maps(trace(network, image), axis=2).whole
-    assert max(source.shape.numel() for source in (*group.sources, *group.passing)) <= CHANNELS * SHAPES[0][0]
+    assert max(source.shape.numel() for source in (*group.sources, *group.fused)) <= CHANNELS * SHAPES[0][0]
 
 
 PARTS = {
@@ -471,3 +432,12 @@ def test_constants_that_are_written_into() -> None:
 def test_what_networks_are_made_of_has_rules(operation: nn.Module) -> None:
     """Else their maps would be whole: right, but without a gain."""
     assert serves(operation)
+
+
+def test_a_rule_is_registered_by_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of docs/extending.md."""
+    assert not serves(nn.Hardshrink())
+    monkeypatch.setitem(RULES, "hardshrink", None)  # so that it is forgotten behind the test
+    rule("hardshrink")(Pointwise)
+    check(nn.Hardshrink(), axes=[0])
+    assert serves(nn.Hardshrink())

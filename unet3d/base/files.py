@@ -148,32 +148,14 @@ def _held_folder(parent: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-@contextmanager
-def replacing_within(folder: int, name: str) -> Iterator[IO[bytes]]:
-    """Do as `replacing` for a name in an open folder, wherever the folder's path leads meanwhile. Raises OSError."""
-    temporary = temporary_name()
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
-    try:
-        with open(descriptor, "r+b") as file:
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-        os.fsync(folder)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-
-
-def open_regular(path: Path | str, folder: int | None = None) -> io.BufferedReader:
+def open_regular(path: Path, follow: bool = True) -> io.BufferedReader:
     """Open a file to read it. Raises OSError, and ValueError for what is no regular file: a pipe would be waited for.
 
-    With an open `folder`, `path` is a name in it, and a link is not followed.
+    Without `follow`, a link is none.
     """
-    no_link = 0 if folder is None else os.O_NOFOLLOW
+    no_link = 0 if follow else os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | no_link, dir_fd=folder)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | no_link)
     except OSError as error:
         if no_link and error.errno == errno.ELOOP:
             raise ValueError(f"{path} is a link") from error
@@ -275,19 +257,18 @@ def read_lines(path: Path, most: int = LARGEST_TEXT) -> Iterator[bytes]:
 def _opened(path: Path, most: int) -> IO[bytes]:
     """Open a regular file of at most `most` bytes; an empty one where it is missing. Raises UserError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        file = open_regular(path)
     except FileNotFoundError:
         return io.BytesIO()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise UserError(f"{path}: is not a file; remove it")
-    if status.st_size > most:
-        os.close(descriptor)
-        raise UserError(f"{path}: has {status.st_size:,} bytes; at most {most:,} are read; shorten or remove it")
-    return open(descriptor, "rb")
+    except ValueError as error:
+        raise UserError(f"{path}: is not a file; remove it") from error
+    size = os.fstat(file.fileno()).st_size
+    if size > most:
+        file.close()
+        raise UserError(f"{path}: has {size:,} bytes; at most {most:,} are read; shorten or remove it")
+    return file
 
 
 def read_yaml(path: Path) -> Any:

@@ -14,14 +14,14 @@ from unet3d.config.schema import Config, options_with
 
 def config_with_warnings(overrides: Sequence[str]) -> Config:
     """Return the config, after a warning for each option that does nothing. Raises UserError."""
-    return _with_warnings(compose.compose(overrides))
-
-
-def _with_warnings(config: Config) -> Config:
-    """Return the config, after a warning for each option that does nothing."""
-    for line in rules.warnings(config):
-        lifecycle.print_error(f"warning: {escaped(line)}")
+    config = compose.compose(overrides)
+    _print_warnings(rules.warnings(config))
     return config
+
+
+def _print_warnings(lines: Sequence[str]) -> None:
+    for line in lines:
+        lifecycle.print_error(f"warning: {escaped(line)}")
 
 
 def counted(number: int, noun: str) -> str:
@@ -47,7 +47,8 @@ def publish(arguments: argparse.Namespace) -> None:
 def score(arguments: argparse.Namespace) -> None:
     """Score a checkpoint on held-out cases."""
     composed = compose.compose_tree(arguments.overrides)
-    config = _with_warnings(compose.load(composed.options))
+    config = compose.load(composed.options)
+    _print_warnings(rules.warnings(config))
     given = composed.names_set("score")
     if config.plan is not None:
         given |= read_plan(config.plan).options.keys()
@@ -61,19 +62,19 @@ def score(arguments: argparse.Namespace) -> None:
 def check_data(arguments: argparse.Namespace) -> int:
     """Read every voxel of every case. Return 2 if there is a problem."""
     config = config_with_warnings(arguments.overrides)
-    from unet3d.data import cases, padding, splits, validate
+    from unet3d.data import cases, check, splits
 
     dataset = cases.dataset_to_check(config.data)
     train: Sequence[cases.Case] = ()
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
         train, val = splits.split(dataset, config.data)
-    headers, lines, options = validate.check_cases(dataset, dataset.cases, config.data, full=True)
-    advice = padding.mostly_padding(config, [headers[case.id].target for case in train])
+    headers, lines, options = check.check_cases(dataset, dataset.cases, config.data, full=True)
+    advice = check.mostly_padding(config.model, config.data.patch, [headers[case.id].target for case in train])
     if advice is not None:
-        lines.append(f"{validate.WARNING}{advice}")
-    problems = [line for line in lines if not line.startswith(validate.WARNING)]
-    summary = validate.summary(dataset, train, val, headers)
+        lines.append(f"{cases.WARNING}{advice}")
+    problems = [line for line in lines if not line.startswith(cases.WARNING)]
+    summary = check.summary(dataset, train, val, headers)
     if len(problems) <= bool(options):  # which mend the labels, one problem
         summary += _plan_command(arguments.overrides, options)
     for line in [*summary, *listed(lines)]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from unet3d.base import collector
+from unet3d.base import process
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.progress import counting
 from unet3d.base.types import MIB, Table, budget_bytes, mib
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--peak-of is a budget; remove budget=")
     budgets = [budget_bytes(text) for text in (BUDGETS if config.budget is None else (config.budget,))]
     proportions = _triple("--proportions", arguments.proportions)
-    with collector.loading("torch"):
+    with process.loading("torch"):
         from unet3d import build
         from unet3d.base.terminal import WIDE, paper, terminal_table
         from unet3d.planning.patches import CUBE, patches_of_network

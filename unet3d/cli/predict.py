@@ -15,8 +15,8 @@ from unet3d.cli.commands import counted
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
-    from unet3d.run.origins import Origins
     from unet3d.run.predict import Segmenter
+    from unet3d.run.predicted_files import Origins
 
 ENDINGS = (".nii.gz", ".nii")
 OTHER_ENDINGS = (".nrrd", ".nhdr", ".mha", ".mhd", ".mgz", ".mgh", ".hdr", ".img", ".gz", ".dcm", ".npy", ".npz")
@@ -31,24 +31,26 @@ def run(arguments: argparse.Namespace) -> int:
     if is_file and shard != (0, 1):
         raise UserError(f"-o {arguments.out}: names one file, --shard a part of many; give a folder")
     from unet3d.memory.simulate import refuse_large_window
-    from unet3d.run import predict
-    from unet3d.run.origins import RECORD, Origins
+    from unet3d.run import predicted_files
+    from unet3d.run.predicted_files import RECORD, Origins
 
     segmenter = _open_segmenter(arguments)
     refuse_large_window(segmenter.predictor, arguments.checkpoint)
     channels = len(segmenter.intensity)
-    cases, problems = predict.find_cases(arguments.inputs, channels, segmenter.by_channel, shard, segmenter.affine)
+    cases, problems = predicted_files.find_cases(
+        arguments.inputs, channels, segmenter.by_channel, shard, segmenter.affine
+    )
     count = len(cases) + len(problems)
     if is_file and count > 1:
         raise UserError(f"-o {arguments.out}: names one file for {counted(count, 'case')}; give a folder")
     for problem in problems:
         lifecycle.print_error(f"error: {escaped(problem)}")
     paths_of = {case.id: _paths(case, arguments, is_file) for case in cases}
-    _refuse_images(paths_of.values(), predict.files_in(arguments.inputs)[0], is_file)
+    _refuse_images(paths_of.values(), predicted_files.files_in(arguments.inputs)[0], is_file)
     record = arguments.out / RECORD if not is_file else arguments.out.with_name(f".{arguments.out.name}.jsonl")
     origins = Origins(record, segmenter.origin, arguments.checkpoint)
     missing_of = _missing(origins, cases, paths_of, arguments.overwrite)
-    for line in predict.doubtful_places_in(cases):
+    for line in predicted_files.doubtful_places_in(cases):
         lifecycle.print_error(f"warning: {escaped(line)}")
     failed = len(problems)
     written = 0
@@ -203,14 +205,14 @@ def _share_or_word(text: str | None) -> float | str | None:
 def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path], origins: "Origins") -> bool:
     """Write the files of a case, and print their paths. Return whether that was possible. Raises NotSaved."""
     from unet3d.data.nifti import replacement
-    from unet3d.run import predict
+    from unet3d.run import predicted_files
 
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
         origins.begin(case, paths)
         volume = segmenter.to_file(case, *paths)
         origins.end(case, paths[0])
-        warnings = predict.accepted_contradictions(case)
+        warnings = predicted_files.accepted_contradictions(case)
         if volume.nonfinite_voxels:
             warnings.insert(0, f"{case.id}: {replacement(volume.nonfinite_voxels)}")
         for line in warnings:

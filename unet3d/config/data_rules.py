@@ -7,7 +7,7 @@ from typing import Any
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Regions
-from unet3d.config.schema import UNNAMED, Data
+from unet3d.config.schema import Data, names_classes
 
 MAX_LABEL = 65535  # label maps are uint16 at most
 MAX_SHOWN = 10  # regions in a message
@@ -19,7 +19,7 @@ def check_data(data: Data) -> None:
         raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
     _check_fold("fold", data.fold, data.folds)
     _check_fold("sparse_fold", data.sparse_fold, data.sparse_folds)
-    if data.format in UNNAMED and not data.classes and data.regions is None:
+    if not names_classes(data) and not data.classes and data.regions is None:
         raise UserError(f"data.classes is not set: data={data.format} needs the class names, e.g. [background,organ]")
     _check_label_map(data)
     _check_regions(data)

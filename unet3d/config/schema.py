@@ -12,25 +12,37 @@ from unet3d.base.types import Regions
 PLANS = ("none", "lean", "tiles", "auto")  # of recompute
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
 INTENSITIES = ("auto", "zscore", "ct", "none")
-GENERATED = ("phantom", "mni152")  # layouts that are generated where no data.root is given
-UNNAMED = ("folders",)  # layouts whose files name no classes, so that data.classes must
 
 
 HOLDS_NO_CASE_OUT = "with data.semi=true, which holds no case out"
 
 
-def _known_losses() -> dict[str, dict[str, Any]]:
-    """Return what `@loss(...)` of training/losses.py says of each function, without loading torch."""
-    source = Path(__file__).parents[1] / "training" / "losses.py"
+def _decorated(path: Path, decorator: str) -> dict[str, dict[str, Any]]:
+    """Return what `@decorator(...)` in a file says of each function, without loading the file."""
     known = {}
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         for call in getattr(node, "decorator_list", []):
-            if isinstance(node, ast.FunctionDef) and isinstance(call, ast.Call) and ast.unparse(call.func) == "loss":
+            if isinstance(node, ast.FunctionDef) and isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
                 known[node.name] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     return known
 
 
-LOSSES = _known_losses()
+def _known_layouts(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what `@layout(...)` says of each data.format, and the module of its function: generated ones first."""
+    known = {}
+    for path in sorted(folder.glob("*.py")):
+        for name, facts in _decorated(path, "layout").items():
+            known[name] = {"module": path.stem, **facts}
+    ordered = sorted(
+        known, key=lambda name: ("generated" not in known[name], not known[name].get("names_classes", True))
+    )
+    return {name: known[name] for name in ordered}
+
+
+PACKAGE = Path(__file__).parents[1]
+LOSSES = _decorated(PACKAGE / "training" / "losses.py", "loss")
+LAYOUTS = _known_layouts(PACKAGE / "data" / "layouts")
+GENERATED = tuple(name for name, facts in LAYOUTS.items() if "generated" in facts)
 
 
 class Facts(TypedDict, total=False):
@@ -106,9 +118,14 @@ def _has_no_fold(config: "Config") -> bool:
     return config.data.fold is None and not any("data.fold=" in word for word in config.sweep or [])
 
 
+def names_classes(data: "Data") -> bool:
+    """Return whether files of this layout name the classes, so that data.classes need not."""
+    return bool(LAYOUTS.get(data.format, {}).get("names_classes", True))
+
+
 def _has_class_names(config: "Config") -> bool:
     """Return whether the data set's file names the classes."""
-    return config.data.format not in UNNAMED and config.data.label_map is None
+    return names_classes(config.data) and config.data.label_map is None
 
 
 def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -258,7 +275,7 @@ class Phantom:
 class Data:
     """The data set, its split, and how patches are cut."""
 
-    format: str = option("phantom", "layout on disk", "phantom|mni152|decathlon|nnunet|folders", learned="files")
+    format: str = option("phantom", "layout on disk", among=tuple(LAYOUTS), learned="files")
     root: str | None = option(None, "folder of the data set", "-fixed private place")
     images: str = option("images", "folders: sub-folder of the images", "private place")
     labels: str = option("labels", "folders: sub-folder of the label maps", "private place")

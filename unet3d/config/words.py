@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from antlr4 import InputStream  # type: ignore[import-untyped]
-from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from omegaconf import OmegaConf
 
 from unet3d.base.errors import UserError
@@ -20,12 +18,19 @@ KEYS = "data.regions"  # a map whose keys are text
 CACHE = "data.cache"  # which takes true and false, since `off` is false for YAML
 OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.name")
 LAUNCHER = "hydra.launcher."  # options of whatever launcher: most are text, and quotes change no number
-READ = (OverrideLexer.INT, OverrideLexer.FLOAT, OverrideLexer.BOOL)
-OPENING = (OverrideLexer.COMMA, OverrideLexer.BRACKET_OPEN, OverrideLexer.POPEN)
-CLOSING = (OverrideLexer.COMMA, OverrideLexer.BRACKET_CLOSE, OverrideLexer.PCLOSE)
-ENDS = (OverrideLexer.BRACKET_CLOSE, OverrideLexer.PCLOSE, OverrideLexer.BRACE_CLOSE)
-LIST = "["
-ANY_OF = {LIST, "choice", "shuffle", "sort", "str", "tag"}  # what words may stand in; those of a range are numbers
+# A value in Hydra's grammar: signs, texts in quotes, words in which a sign stands behind a backslash, white space.
+PART = re.compile(
+    r"""(?P<sign>[][(){},:=])|(?P<quoted>(['"])(?:(?:\\\\)*|.*?[^\\](?:\\\\)*)\3)"""
+    r"""|(?P<word>(?:\$\{[^}]+\}|\\[][(){}:=, \t\\]|[\w/+.$%*@?|\\-])+)|[ \t]+""",
+    re.ASCII,
+)
+KEY = re.compile(r"[\w+/.@:$-]+", re.ASCII)
+WHOLE = r"(0|[1-9](_?\d)*)"
+POINT = rf"({WHOLE}\.|{WHOLE}?\.\d(_?\d)*)"
+READ = re.compile(
+    rf"[+-]?({WHOLE}|{POINT}|({WHOLE}|{POINT})e[+-]?\d(_?\d)*|inf|nan)|true|false", re.ASCII | re.IGNORECASE
+)
+ANY_OF = {"[", "choice", "shuffle", "sort", "str", "tag"}  # what words may stand in; those of a range are numbers
 MAY_BE_READ = re.compile(r"\d|true|false|null|inf|nan", re.IGNORECASE)
 
 
@@ -45,50 +50,37 @@ def as_written(override: str) -> str:
     is_of_words = is_choice or _is_text(name) or name == KEYS
     if override.startswith(("-", "~")) or not is_of_words or not MAY_BE_READ.search(value):
         return override
-    lexer = OverrideLexer(InputStream(override))
-    lexer.removeErrorListeners()
-    every = lexer.getAllTokens()
-    if "".join(token.text for token in every) != override:  # Hydra will refuse it, and is to name what was written
-        return override
-    tokens = [token for token in every if token.type != OverrideLexer.WS]
-    written = ""
+    every = list(PART.finditer(value))
+    if "".join(part[0] for part in every) != value or not KEY.fullmatch(key):
+        return override  # Hydra will refuse it, and is to name what was written
+    parts = [part for part in every if part.lastgroup]
+    written = f"{key}="
     end = 0
     places: list[str] = []  # that are open: lists, maps, functions
-    assigns = next((token for token in tokens if token.type == OverrideLexer.EQUAL), None)  # no later `=` does
-    if assigns is not None:
-        assigns.type = OverrideLexer.COMMA  # a value begins after it
-    for before, token, after in zip(tokens[:-1], tokens[1:], [*tokens[2:], None], strict=True):
-        if token.type == OverrideLexer.POPEN:
-            places.append(before.text)
-        elif token.type in (OverrideLexer.BRACKET_OPEN, OverrideLexer.BRACE_OPEN):
-            places.append(token.text.strip())
-        elif token.type in ENDS:
+    before, earlier = ",", ""  # the sign before a part, and the word
+    for part, after in zip(parts, [*(part["sign"] or "" for part in parts[1:]), ","], strict=True):
+        word = part["word"] or ""
+        if part["sign"] in ("(", "[", "{"):
+            places.append(earlier if part["sign"] == "(" else part["sign"])
+        elif part["sign"] in (")", "]", "}"):
             del places[-1:]
-        if name == KEYS:
-            _refuse_key(before, token, after, places)
-        elif _is_misread(before, token, after, places):
-            written += f"{override[end : token.start]}'{token.text}'"
-            end = token.stop + 1
-    return override if places else written + override[end:]
+        elif name == KEYS:
+            if places == ["{"] and before in ("{", ",") and after == ":":
+                _refuse_key(word)
+        elif before in (",", "[", "(") and after in (",", "]", ")") and ANY_OF.issuperset(places):
+            is_null = word.lower() == "null" and places[-1:] == ["["]  # outside of a list no word is given
+            if is_null or READ.fullmatch(word):
+                written += f"{value[end : part.start()]}'{word}'"
+                end = part.end()
+        before, earlier = part["sign"] or "", word
+    return override if places else written + value[end:]
 
 
-def _is_misread(before: Any, token: Any, after: Any, places: list[str]) -> bool:
-    """Return whether Hydra reads a token, which is a whole word, as something else than text."""
-    is_whole = before.type in OPENING and (after is None or after.type in CLOSING)
-    if not is_whole or not ANY_OF.issuperset(places):
-        return False
-    is_null = token.type == OverrideLexer.NULL and places[-1:] == [LIST]  # outside of a list no word is given
-    return is_null or token.type in READ
-
-
-def _refuse_key(before: Any, token: Any, after: Any, places: list[str]) -> None:
+def _refuse_key(word: str) -> None:
     """Raise UserError for a region's name that Hydra reads as something else than text."""
-    is_key = places == ["{"] and before.type in (OverrideLexer.BRACE_OPEN, OverrideLexer.COMMA)
-    if not is_key or after is None or after.type != OverrideLexer.COLON:
-        return
-    if token.type == OverrideLexer.NULL or (token.type in READ and not token.text.isdecimal()):
+    if word.lower() == "null" or (READ.fullmatch(word) and not word.isdecimal()):
         problem = "is no text for Hydra, which takes no quotes there"
-        raise UserError(f"{KEYS}: the name {token.text} {problem}; choose another, or quote it in a YAML file")
+        raise UserError(f"{KEYS}: the name {word} {problem}; choose another, or quote it in a YAML file")
 
 
 def refuse_misread(place: object, values: Any, written: Any, name: str = "") -> None:

@@ -3,14 +3,13 @@
 In reading order:
 
 - `prepare`: a data set made ready for a run; the way through all of the following.
-- `cases`, `dataset_json`, `labels`: layouts, dataset.json, and labels that become classes.
-- `synthetic`: the phantom and MNI152, which are generated.
-- `nifti`, `nifti_labels`, `nifti_write`: NIfTI files, header before voxels.
-- `image_files`, `hashes`, `headers`: the scan, which keeps up to 256 files open for the reading of their voxels.
-- `validate`, `twins`, `padding`: what the headers and voxels say is wrong, and whether a patch is mostly padding.
-- `grids`, `volume`, `restore`: a case on the network's grid, and predictions back on the file's.
-- `preprocess`, `intensity`, `sparse`, `seen`: a volume as a training case, and what all of them are like.
-- `disk_cache`, `case_arrays`: prepared cases in files.
+- `cases`, `layouts`: a data set as names, whatever its layout on disk; a layout is a file. The phantom is one.
+- `dataset_json`, `file_names`, `labels`: what layouts share: dataset.json, names of files, labels that become classes.
+- `splits`: training and held-out cases, and groups of cases.
+- `nifti`, `forms`, `grids`: NIfTI files, header before voxels; where voxels lie.
+- `scan`, `check`, `twins`: each file is opened once; what headers and voxels say is wrong.
+- `volume`, `restore`: a case on the network's grid, label maps, and predictions back on the file's grid and in files.
+- `preprocess`, `intensity`, `sparse`, `cache`: a volume as a training case, and prepared cases in files.
 - `patches`, `augment`, `loader`: from cases to batches.
 - `in_memory`: images that Python code holds.
 """

@@ -10,8 +10,7 @@ from textwrap import shorten
 from typing import Any
 
 from unet3d.base.errors import UserError, escaped
-from unet3d.config.data_rules import MAX_LABEL, refuse_background, refuse_blank
-from unet3d.data import labels
+from unet3d.base.files import open_regular
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times its size
@@ -56,13 +55,13 @@ def _read_bytes(path: Path, root: Path | None = None) -> bytes:
     """Return the bytes of a file that is not large, nor a link out of `root`. Raises UserError."""
     if root is not None and leaves(root, path):
         raise UserError(f"{path}: is a link out of {root}; put the file there, or set data.allow_outside=true")
+    if not path.exists():
+        raise UserError(f"{path}: no such file; check the path, data/README.md shows the layouts")
     try:
-        if not path.exists():
-            raise UserError(f"{path}: no such file; check the path, data/README.md shows the layouts")
-        if not path.is_file():  # reading would wait for a pipe, and may never reach a device's end
-            raise UserError(f"{path}: is not a file; replace it")
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             text = stream.read(MAX_BYTES + 1)
+    except ValueError as error:
+        raise UserError(f"{path}: is not a file; replace it") from error
     except OSError as error:
         raise UserError(f"{path}: not readable ({error}); repair or replace it") from error
     if len(text) > MAX_BYTES:
@@ -75,14 +74,6 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) < len(pairs):
         raise ValueError("a name occurs twice in one object")
     return dict(pairs)
-
-
-class UnnumberedLabels(UserError):
-    """Labels that are not 0, 1, 2 ...; `options` would make them classes."""
-
-    def __init__(self, message: str, option: str) -> None:
-        super().__init__(message)
-        self.options = (option.strip("'"),) if option else ()
 
 
 class DatasetJson:
@@ -199,43 +190,6 @@ def leaves(root: Path, path: Path) -> bool:
 def is_plain(text: Any) -> bool:
     """Return whether this is text without characters that break a line, control a terminal or cannot be encoded."""
     return isinstance(text, str) and escaped(text) == text
-
-
-def class_names(names: Mapping[int, str], ignore: int | None, where: Path | str) -> tuple[str, ...]:
-    """Return class names by label value, without the ignored one, which must be above all the others.
-
-    Raises UserError.
-    """
-    labelled = {value: name for value, name in names.items() if value != ignore}
-    if ignore is not None and labelled and ignore < max(labelled):
-        raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(labelled)})")
-    if ignore is not None and ignore > MAX_LABEL:
-        raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
-    classes = in_sequence(labelled, "labels", where, labels.numbered(labelled))
-    refuse_blank(classes, f"{where}: labels")
-    refuse_background(classes, f"{where}: labels")
-    if len(classes) < 2 or len({*classes}) < len(classes):
-        remedy = "give the background and one class or more, each its own name"
-        raise UserError(f"{where}: labels {shown(list(classes))}; {remedy}")
-    return classes
-
-
-def in_sequence(names: Mapping[int, str], what: str, where: Path | str, option: str = "") -> tuple[str, ...]:
-    """Return names by number: 0, 1, 2 ... Else raises UserError, with the option that helps, if there is one."""
-    if not names or sorted(names) != list(range(len(names))):
-        remedy = "number them 0, 1, 2 ... without a gap"
-        if option:
-            remedy += f", or add {option}"
-        raise UnnumberedLabels(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}", option)
-    refuse_odd_names(names, what, where)
-    return tuple(names[number] for number in sorted(names))
-
-
-def refuse_odd_names(names: Mapping[int, Any], what: str, where: Path | str) -> None:
-    """Raise UserError for a name that is not one line of text."""
-    for name in names.values():
-        if not is_plain(name):
-            raise UserError(f"{where}: {what}: {shown(name)} is not a name; give one line of text")
 
 
 def shown(value: Any) -> str:

@@ -16,14 +16,11 @@ from unet3d.base.types import THRESHOLD
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.forms import FORMS, affine_if_sound
-from unet3d.data.nifti import STRICT, ValidationRules, problem
+from unet3d.data.nifti import ValidationRules, problem
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
-MM = (
-    0,
-    2,
-)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
+MM = (0, 2)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
 UNITS = {1: "meter", 3: "micron"}
 MAX_GROWTH = 32  # times the stored voxels that a resampled grid may hold: work stays in proportion to the file
 SHARE_DIGITS = 4  # to which the shares of labels are rounded, so that ties are exact
@@ -78,35 +75,41 @@ def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | N
     return Grid((x, y, z), grid.affine @ step)
 
 
-def contradictions(case: Case, headers: Headers, rules: ValidationRules = STRICT) -> Iterator[UserError]:
+class Contradiction(NamedTuple):
+    """A file that does not fit the others of its case; `is_apart`: it has their size, but lies elsewhere."""
+
+    error: UserError
+    is_apart: bool = False
+
+    def is_accepted(self, rules: ValidationRules) -> bool:
+        """Return whether data.affine_check=warn pairs it with the others voxel by voxel."""
+        return self.is_apart and rules.affine
+
+
+def contradictions(case: Case, headers: Headers) -> Iterator[Contradiction]:
     """Yield what does not fit among those files of the case that could be opened.
 
     All must lie on the first image's grid.
     """
     first = headers.get(case.images[0])
     for path, image in headers.items():
-        has_channels = nifti.channels(image) > 1
-        if path == case.label and has_channels:
+        if nifti.channels(image) > 1 and path == case.label:
             what = f"has shape {image.shape}; a label map is X,Y,Z with one integer per voxel, as a one-hot's argmax"
-            yield problem(case.id, path, what)
-        elif len(case.images) > 1 and has_channels:
-            yield problem(
-                case.id,
-                path,
-                f"has shape {image.shape}, but is one channel of several",
-            )
-        misfit = None if first is None else _misfit(case, first, image, rules)
-        if misfit is not None:
-            yield problem(case.id, path, misfit)
+            yield Contradiction(problem(case.id, path, what))
+        elif nifti.channels(image) > 1 and len(case.images) > 1:
+            yield Contradiction(problem(case.id, path, f"has shape {image.shape}, but is one channel of several"))
+        misfit = None if first is None else _misfit(case, first, image)
+        if first is not None and misfit is not None:
+            yield Contradiction(problem(case.id, path, misfit), image.shape[:3] == first.shape[:3])
 
 
-def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image, rules: ValidationRules) -> str | None:
+def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image) -> str | None:
     """Return how an image differs from the grid of the first, and what helps; None if it does not differ."""
     path = case.images[0]
     size = first.shape[:3]
     is_of_size = image.shape[:3] == size
     distance = corner_distance(size, first.affine, image.affine) if is_of_size else np.inf
-    if distance <= SAME_GRID or (rules.affine and is_of_size):
+    if distance <= SAME_GRID:
         return None
     axes, axes_of_first = ("".join(nib.aff2axcodes(one.affine)) for one in (image, first))
     if axes != axes_of_first and _are_near(canonical_grid(first), canonical_grid(image)):

@@ -1,19 +1,26 @@
-"""Intensities: rules by which a network's input is made comparable between volumes, and how they are applied."""
+"""Rules that make the intensities of volumes comparable, and in what an image is unlike those of training."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unet3d.base.errors import UserError
+from unet3d.data.grids import Grid
 from unet3d.data.nifti import GREYS
 from unet3d.data.patches import subsample_indices
 
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
 CT_PERCENTILES = [0.5, 99.5]
 KINDS = ("zscore", "ct", "none")
+OTHER_SHARE = 0.25  # more or less of a volume's voxels beyond an end than in any training case
+OTHER_CONTRAST = 5.0  # times less or more than in any training case
+OTHER_SPACING = 1.5  # times
+OTHER_EXTENT = 3.0  # times, along an axis: fields of view differ more than voxels
+Range = tuple[float, float]
+Triple = tuple[float, ...]  # along x, y, z (mm)
 
 
 @dataclass(frozen=True)
@@ -131,3 +138,179 @@ def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
         std = channel.std(dtype=np.float64)
     normal: np.ndarray = (channel - mean) / std
     return normal.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class SeenChannel:
+    """The least and the most of each number in the training cases' channel, once the rule was applied."""
+
+    span: Range  # lowest 0.5th and highest 99.5th percentile of a case
+    contrast: Range  # between these percentiles of one case
+    below: Range  # share of a case's voxels that the rule clips at its low end; of other rules, below `span`
+    above: Range
+
+    @classmethod
+    def of(cls, samples: Sequence[np.ndarray], rule: Intensity) -> "SeenChannel":
+        """Return the record of voxels (n) of each case, to which the rule was applied."""
+        percentiles = [_percentiles(sample) for sample in samples]
+        span = min(low for low, _ in percentiles), max(high for _, high in percentiles)
+        shares = [_beyond(sample, rule, span) for sample in samples]
+        return cls(
+            span,
+            contrast=_range(high - low for low, high in percentiles),
+            below=_range(below for below, _ in shares),
+            above=_range(above for _, above in shares),
+        )
+
+    def differences(self, voxels: np.ndarray, rule: Intensity) -> Iterator[str]:
+        """Yield in words in what voxels (n) are far from those of training, at most once."""
+        low, high = (rule.low, rule.high) if rule.kind == "ct" else self.span
+        shares = _beyond(voxels, rule, self.span)
+        odd = []
+        ends = ((self.below, f"below {low:g}"), (self.above, f"above {high:g}"))
+        for share, (seen, where) in zip(shares, ends, strict=True):
+            limit = f"at most {_percent(seen[1])}" if share > seen[1] else f"at least {_percent(seen[0])}"
+            words = f"{_percent(share)} of its voxels are {where}, in training {limit}: other units?"
+            odd.append((max(share - seen[1], seen[0] - share), words))
+        excess, words = max(odd)
+        is_far = excess > OTHER_SHARE or (excess > 0 and max(shares) == 1)
+        if rule.kind != "zscore" and is_far:
+            yield words
+            return
+        start, stop = _percentiles(voxels)
+        least, most = self.contrast
+        unit = " standard deviations" if rule.kind == "zscore" else ""
+        words = f"99 % of its voxels span {stop - start:.3g}{unit}, in training"
+        if (stop - start) * OTHER_CONTRAST < least:
+            yield f"{words} {least:.3g} or more: outliers, a margin or other units?"
+        elif stop - start > most * OTHER_CONTRAST > 0:
+            yield f"{words} {most:.3g} or less: outliers or other units?"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The images of the training cases: the least and the most along each axis, RAS+, and each channel's voxels."""
+
+    spacing: tuple[Triple, Triple]  # mm, of the files
+    extent: tuple[Triple, Triple]  # mm
+    channels: tuple[SeenChannel, ...]  # () where no voxel was measured
+
+    @classmethod
+    def of(cls, grids: Sequence[Grid], samples: Sequence[np.ndarray], rules: Sequence[Intensity]) -> "Seen":
+        """Return the record of the files' grids, and of `sampled` voxels of some cases with the rules applied."""
+        channels = []
+        for number, rule in enumerate(rules if samples else ()):
+            channels.append(SeenChannel.of([sample[number] for sample in samples], rule))
+        spacings = _ranges(grid.spacing for grid in grids)
+        return cls(spacings, _ranges(map(_extent, grids)), tuple(channels))
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], channels: int) -> "Seen":
+        """Return the record that a checkpoint holds. Raises ValueError, TypeError or KeyError for what is none."""
+        entries = values["channels"]
+        if len(entries) not in (0, channels):
+            raise ValueError("its record of images is of other channels")
+        names = SeenChannel.__annotations__
+        seen = [SeenChannel(**{name: _numbers(entry[name], 2) for name in names}) for entry in entries]
+        low, high = values["spacing"]
+        least, most = values["extent"]
+        return cls((_numbers(low, 3), _numbers(high, 3)), (_numbers(least, 3), _numbers(most, 3)), tuple(seen))
+
+    @classmethod
+    def merged(cls, records: Sequence["Seen"]) -> "Seen":
+        """Return what one of several networks, at least, has seen."""
+        measured = [record.channels for record in records if record.channels]
+        channels = []
+        for parts in zip(*measured, strict=True):
+            names = SeenChannel.__annotations__
+            channels.append(SeenChannel(**{name: _joined([getattr(part, name) for part in parts]) for name in names}))
+        spacings = [bounds for record in records for bounds in record.spacing]
+        extents = [bounds for record in records for bounds in record.extent]
+        return cls(_ranges(spacings), _ranges(extents), tuple(channels))
+
+    def differences(
+        self, image: np.ndarray, rules: Sequence[Intensity], grid: Grid, is_resampled: bool
+    ) -> Iterator[str]:
+        """Yield in words, with both numbers, in what an image is far from those of training.
+
+        `image` (C, X, Y, Z) has the rules applied, and lies on `grid`; `is_resampled`: to the spacing of training.
+        """
+        voxels = sampled(image)
+        for number, (channel, rule) in enumerate(zip(self.channels, rules, strict=False)):
+            name = f"channel {number}: " if len(rules) > 1 else ""
+            for words in channel.differences(voxels[number], rule):
+                yield f"{name}{words}"
+        if not is_resampled and _is_far(grid.spacing, self.spacing, OTHER_SPACING):
+            words = f"its spacing is {_words(grid.spacing)} mm, in training {_bounds(self.spacing)}"
+            yield f"{words}, and data.spacing is not set: resample it?"
+        elif _is_far(_extent(grid), self.extent, OTHER_EXTENT):
+            yield f"it covers {_words(_extent(grid))} mm, in training {_bounds(self.extent)}: another field of view?"
+
+
+def sampled(image: np.ndarray) -> np.ndarray:
+    """Return voxels (C, n) of a volume (C, X, Y, Z): SAMPLED_VOXELS, or all of a smaller one."""
+    voxels = image.reshape(len(image), -1)
+    return voxels[:, subsample_indices(voxels.shape[1], SAMPLED_VOXELS)]
+
+
+def _percentiles(voxels: np.ndarray) -> Range:
+    low, high = np.percentile(voxels.astype(np.float64), CT_PERCENTILES).tolist()
+    return low, high
+
+
+def _beyond(voxels: np.ndarray, rule: Intensity, span: Range) -> Range:
+    """Return the shares of voxels (n) that the rule has clipped at its low and at its high end; else beyond `span`."""
+    if rule.kind == "ct":
+        ends = np.array([rule.low, rule.high], np.float32).reshape(1, 2, 1, 1)
+        low, high = normalise(ends, [rule]).ravel()
+        return float((voxels <= low).mean()), float((voxels >= high).mean())
+    return float((voxels < span[0]).mean()), float((voxels > span[1]).mean())
+
+
+def _range(values: Iterable[float]) -> Range:
+    numbers = list(values)
+    return min(numbers), max(numbers)
+
+
+def _joined(ranges: Sequence[Range]) -> Range:
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def _ranges(rows: Iterable[Sequence[float]]) -> tuple[Triple, Triple]:
+    """Return the least and the most in each column."""
+    columns = list(zip(*rows, strict=True))
+    return tuple(map(min, columns)), tuple(map(max, columns))
+
+
+def _extent(grid: Grid) -> Triple:
+    return tuple(size * step for size, step in zip(grid.shape, grid.spacing, strict=True))
+
+
+def _is_far(values: Sequence[float], bounds: tuple[Triple, Triple], factor: float) -> bool:
+    """Return whether a length is more than a factor beyond the bounds of its axis."""
+    triples = zip(values, *bounds, strict=True)
+    return any(value * factor < low or value > high * factor for value, low, high in triples)
+
+
+def _bounds(bounds: tuple[Triple, Triple]) -> str:
+    low, high = map(_words, bounds)
+    return low if low == high else f"{low} to {high}"
+
+
+def _words(lengths: Sequence[float]) -> str:
+    return "x".join(f"{length:.3g}" for length in lengths)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
+
+
+def _numbers(values: Any, count: int) -> Any:
+    """Return finite numbers of a file as a tuple. Raises ValueError, TypeError."""
+    numbers = tuple(values)
+    is_sound = len(numbers) == count
+    for number in numbers:
+        is_sound &= type(number) in (int, float) and math.isfinite(number)
+    if not is_sound:
+        raise ValueError("its record of images holds other than numbers")
+    return numbers

@@ -1,21 +1,75 @@
-"""data.label_map: a file's labels become classes as they are read, and these its labels again as they are written.
+"""Labels of files and the classes they become: names, data.label_map, regions, and the map that unexpected ones need.
 
-And the map that unexpected labels need.
+data.label_map makes a file's labels classes as they are read, and these its labels again as they are written.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from textwrap import shorten
+from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Regions
-from unet3d.config.data_rules import MAX_LABEL, label_sources
+from unet3d.config.data_rules import (
+    MAX_LABEL,
+    checked_regions,
+    label_sources,
+    refuse_background,
+    refuse_blank,
+    refuse_hidden,
+)
 from unet3d.config.schema import Data
+from unet3d.data.dataset_json import is_plain, shown
 
 LONGEST_LINE = 400  # letters about the values of classes
 MAX_NAMES = 2_000  # letters of the labels that dataset.json names
 IGNORED = ("ignore", "ignored")  # names of what nobody means to learn
 LISTED = 20  # labels in a message: more are no classes, but the voxels of an image
 Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all that may occur; None: as stored
+
+
+class UnnumberedLabels(UserError):
+    """Labels that are not 0, 1, 2 ...; `options` would make them classes."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.options = (option.strip("'"),) if option else ()
+
+
+def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> tuple[str, ...]:
+    """Return class names by label value, without the ignored one, which must be above all the others.
+
+    Raises UserError.
+    """
+    labelled = {value: name for value, name in names.items() if value != ignore}
+    if ignore is not None and labelled and ignore < max(labelled):
+        raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(labelled)})")
+    if ignore is not None and ignore > MAX_LABEL:
+        raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
+    classes = in_sequence(labelled, "labels", where, numbered(labelled))
+    refuse_blank(classes, f"{where}: labels")
+    refuse_background(classes, f"{where}: labels")
+    if len(classes) < 2 or len({*classes}) < len(classes):
+        remedy = "give the background and one class or more, each its own name"
+        raise UserError(f"{where}: labels {shown(list(classes))}; {remedy}")
+    return classes
+
+
+def in_sequence(names: Mapping[int, str], what: str, where: object, option: str = "") -> tuple[str, ...]:
+    """Return names by number: 0, 1, 2 ... Else raises UserError, with the option that helps, if there is one."""
+    if not names or sorted(names) != list(range(len(names))):
+        remedy = "number them 0, 1, 2 ... without a gap"
+        if option:
+            remedy += f", or add {option}"
+        raise UnnumberedLabels(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}", option)
+    refuse_odd_names(names, what, where)
+    return tuple(names[number] for number in sorted(names))
+
+
+def refuse_odd_names(names: Mapping[int, Any], what: str, where: object) -> None:
+    """Raise UserError for a name that is not one line of text."""
+    for name in names.values():
+        if not is_plain(name):
+            raise UserError(f"{where}: {what}: {shown(name)} is not a name; give one line of text")
 
 
 def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tuple[dict[int, str], Relabel]:
@@ -201,3 +255,79 @@ def as_option(sources: Mapping[int, int | list[int]]) -> str:
         else:
             plain[new] = olds
     return f"'data.label_map={plain}'".replace(" ", "")
+
+
+class NamedRegions(NamedTuple):
+    """Regions of the files' labels, and their names."""
+
+    names: tuple[str, ...]
+    regions: Regions
+
+    def label_names(self) -> dict[int, str]:
+        """Return a name for each label: the name of a region of this label alone, or the label's number."""
+        names = {label: f"label {label}" for labels in self.regions.labels for label in labels}
+        for name, labels in zip(self.names, self.regions.labels, strict=True):
+            if len(labels) == 1:
+                names[labels[0]] = name
+        return names
+
+
+def asked_regions(data: Data) -> NamedRegions | None:
+    """Return data.regions; None where it is not set. Raises UserError."""
+    if data.regions is None:
+        return None
+    option = f"data.regions={data.regions}"
+    regions = checked_regions(data.regions, data.regions_class_order, option, "data.regions_class_order")
+    return NamedRegions(tuple(data.regions), regions)
+
+
+def as_classes(
+    named: NamedRegions,
+    classes: tuple[str, ...],
+    relabel: Relabel,
+    where: object,
+) -> tuple[tuple[str, ...], Regions]:
+    """Return the background's name and the regions', and the regions by the numbers of these `classes`.
+
+    `classes` name what the files' labels become by `relabel`. Raises UserError for regions that do not fit them.
+    """
+    refuse_odd_names(dict(enumerate(named.names)), "regions", where)
+    refuse_blank(named.names, f"{where}: regions")
+    names = (classes[0], *named.names)
+    if len({*names}) < len(names):
+        raise UserError(f"{where}: regions {shown(list(names))}; give each its own name, and another than background's")
+    numbers = {number: number for number in range(len(classes))} if relabel is None else relabel
+    regions = []
+    drawn = []
+    for name, labels, drawn_as in zip(named.names, named.regions.labels, named.regions.drawn, strict=True):
+        unknown = [label for label in labels if label not in numbers]
+        if unknown:
+            problem = f"region {shown(name)} has the label {unknown[0]}, which the data set does not name"
+            raise UserError(f"{where}: {problem}; leave it out")
+        if not numbers[drawn_as]:
+            problem = f"region {shown(name)} is drawn as {drawn_as}, which data.label_map makes background"
+            raise UserError(f"{where}: {problem}; draw it as another of its labels")
+        regions.append(tuple(sorted({numbers[label] for label in labels} - {0})))
+        drawn.append(numbers[drawn_as])
+    lone = sorted({*range(1, len(classes))}.difference(*regions))
+    if lone:
+        problem = f"label {shown(classes[lone[0]])} is in no region"
+        raise UserError(f"{where}: {problem}; add it to one, or to 0 of data.label_map")
+    of_classes = Regions(tuple(regions), tuple(drawn))
+    refuse_hidden(named.names, of_classes, where)
+    return names, of_classes
+
+
+def misread(dataset_names: Sequence[str], regions: Regions) -> Iterator[str]:
+    """Yield a sentence for each label that is drawn so that label maps show another region than those that hold it.
+
+    `dataset_names` are the background's and the regions'.
+    """
+    drawn = regions.shown_as()
+    for name, labels in zip(dataset_names[1:], regions.labels, strict=True):
+        for label, shown_as in drawn.items():
+            is_held = label in labels
+            if is_held == (shown_as in labels):
+                continue
+            effect = f"do not show {shown(name)} there" if is_held else f"show {shown(name)} there too"
+            yield f"label {label} is drawn as {shown_as}: label maps {effect}; change regions_class_order if they can"

@@ -4,28 +4,33 @@ If memory keeps the volumes, each is read once.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
+
+import numpy as np
 
 from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError, escaped, listed
-from unet3d.base.types import IGNORE
+from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
-from unet3d.data import disk_cache
-from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.disk_cache import DiskCache, can_stay_mapped
+from unet3d.data import cache
+from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset, shown_names
+from unet3d.data.check import sound_headers
 from unet3d.data.grids import Grid
-from unet3d.data.headers import WARNING, CaseHeader
-from unet3d.data.image_files import ImageFiles
-from unet3d.data.nifti import ValidationRules
+from unet3d.data.intensity import Seen, intensity_rules, needs_foreground, normalise_in_place, sampled
+from unet3d.data.nifti import ValidationRules, problem
 from unet3d.data.patches import PreparedCase
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.preprocess import CaseReader, usable
+from unet3d.data.scan import CaseHeader, ImageFiles, read_grid
 from unet3d.data.sparse import SparseReader
 from unet3d.data.splits import absences, split
-from unet3d.data.twins import VoxelDigest, leaks, voxel_digests
-from unet3d.data.validate import sound_headers
+from unet3d.data.twins import Digests, leaks, voxel_digests
 
+IMAGE_BYTES = 4  # of a voxel of a channel, float32
+LABEL_BYTES = 2  # of a voxel of a label map, int16
+MEASURED_CASES = 20  # whose images are measured, where memory does not hold all
 Read = Callable[[Case], PreparedCase]
 
 
@@ -69,13 +74,13 @@ def prepare_data(options: Data) -> PreparedData:
         reader = CaseReader(
             dataset,
             options.spacing,
-            cache=_cache(options, len(cases)),
+            cache=_kept(options, len(cases)),
             rules=ValidationRules.of(options),
             headers=headers,
             files=files,
         )
         _load(reader, options, train, val)
-        reader.measure(train)
+        _measure(reader, train)
         if not options.semi:
             twins = list(leaks(train, val, _digests(train, val, reader), reader.rules, files))
             if twins:
@@ -112,9 +117,9 @@ def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
     return frozenset[int]().union(*(read(case).labels for case in cases))
 
 
-def _cache(options: Data, cases: int) -> dict[str, PreparedCase] | None:
+def _kept(options: Data, cases: int) -> dict[str, PreparedCase] | None:
     """Return where a reader keeps what it has prepared or mapped; None if it keeps nothing."""
-    keeps = options.cache == "memory" or (options.cache == "disk" and can_stay_mapped(cases))
+    keeps = options.cache == "memory" or (options.cache == "disk" and cache.can_stay_mapped(cases))
     return {} if keeps else None
 
 
@@ -124,33 +129,141 @@ def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequenc
     maps = dict.fromkeys(val, 1) | dict.fromkeys(train, training_maps)
     cases = list(dict.fromkeys([*train, *val]))
     if options.cache == "memory":
-        reader.refuse_more_than_memory(maps)
-        reader.fit_and_preload(options.intensity, train, cases)
-    elif options.cache == "disk":
-        reader.disk = DiskCache(disk_cache.folder(options.cache_root), options.fingerprint == "full")
-        reader.fit_intensity(options.intensity, train)
-        reader.refuse_more_than_disk(maps)
-        reader.preload(cases)
-    else:
-        reader.fit_intensity(options.intensity, train)
+        _refuse_more_than_memory(reader, maps)
+        _fit_and_preload(reader, options.intensity, train, cases)
+        return
+    if options.cache == "disk":
+        reader.disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
+    _fit_intensity(reader, options.intensity, train)
+    if reader.disk is not None:
+        _refuse_more_than_disk(reader, reader.disk, maps)
+        for _ in usable(cases, "reading cases", reader, at_random=True):
+            pass
 
 
-def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> dict[str, frozenset]:
+def _refuse_more_than_memory(reader: CaseReader, maps: Mapping[Case, int]) -> None:
+    """Print the predicted size of the cases in `maps`, which counts label maps. Raises UserError if too large."""
+    needed = sum(_bytes(reader, case, count) for case, count in maps.items()) * ranks.LOCAL_SIZE
+    available = host_bytes()
+    each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
+    size = f"{len(maps)} cases kept in memory{each}: {mib(needed)} MiB (predicted)"
+    if needed >= available:
+        raise UserError(f"{size}, of {mib(available)} MiB; add data.cache=disk to keep them in files")
+    print(size, flush=True)
+
+
+def _refuse_more_than_disk(reader: CaseReader, disk: cache.DiskCache, maps: Mapping[Case, int]) -> None:
+    """Print the predicted size of these cases on disk, where some may be already. Raises UserError if too large."""
+    sizes = {case: _bytes(reader, case, count) for case, count in maps.items()}
+    missing = [case for case in maps if not disk.holds(reader.key(case))]
+    needed = sum(sizes[case] for case in missing)
+    free = disk.room()
+    where = f"{len(maps)} cases kept in {escaped(disk.root)}: {mib(sum(sizes.values()))} MiB (predicted)"
+    print(f"{where}, {len(missing)} of them to prepare", flush=True)
+    if needed >= free:
+        what = f"{mib(needed)} MiB to write, but {mib(free)} MiB free; make room, or give another data.cache_root"
+        raise UserError(f"data.cache=disk: {disk.root}: {what}")
+
+
+def _bytes(reader: CaseReader, case: Case, maps: int) -> int:
+    """Return the bytes of a prepared case with this number of label maps."""
+    header = reader.headers.get(case.id)
+    grid = header.target if header is not None else None
+    if grid is None:
+        grid = read_grid(case, reader.spacing)
+    return prod(grid.shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * maps)
+
+
+def _fit_intensity(reader: CaseReader, choice: str, train: Sequence[Case]) -> None:
+    """Choose the normalisation, for CT by the training cases, which are read for it."""
+    channels = reader.dataset.channels
+    samples = usable(train, "measuring intensities", reader.foreground, at_random=reader.disk is not None)
+    if reader.disk is not None and needs_foreground(choice, channels):
+        for _ in samples:  # in any order, and then in that of the cases
+            pass
+        samples = map(reader.foreground, train)
+    reader.intensity = intensity_rules(choice, channels, samples)
+
+
+def _fit_and_preload(reader: CaseReader, choice: str, train: Sequence[Case], cases: Sequence[Case]) -> None:
+    """Read each of `cases` once into memory, choose the normalisation, for CT by `train`, and apply it in place.
+
+    Raises UserError that lists all cases that cannot be used.
+    """
+    assert reader.cache is not None
+    channels = reader.dataset.channels
+    measured = {case.id for case in train} if needs_foreground(choice, channels) else set[str]()
+    samples = dict[str, np.ndarray]()
+    if not measured:
+        reader.intensity = intensity_rules(choice, channels, ())
+    for volume in usable(cases, "reading cases", reader.read_volume):
+        if volume.case_id in measured:
+            samples[volume.case_id] = reader.foreground_of(volume)
+        if reader.intensity:
+            normalise_in_place(volume.image, reader.intensity)
+        reader.cache[volume.case_id] = reader.as_case(volume)
+    if measured:
+        reader.intensity = intensity_rules(choice, channels, (samples[case.id] for case in train))
+        for case in cases:
+            normalise_in_place(reader.cache[case.id].image.numpy(), reader.intensity)
+
+
+def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
+    """Note what the images of the training cases are like; warn of those without contrast.
+
+    Without a cache none is read for z-scores, which follow any unit. Raises UserError for an image that CT's rule
+    makes constant, and where no image has any contrast.
+    """
+    is_in_memory = reader.disk is None and reader.cache is not None
+    cases = train if is_in_memory else _spread(train, MEASURED_CASES)
+    if reader.disk is None and reader.cache is None and all(rule.kind == "zscore" for rule in reader.intensity):
+        cases = []
+    channels = reader.dataset.channels
+    samples = list[np.ndarray]()
+    flat = dict[str, list[str]]()  # by channel, the ids of cases in which it has one value
+    for case in progress.track(cases, "measuring images", len(cases)):
+        image = reader(case).image.numpy()
+        samples.append(sampled(image))
+        for number, channel in enumerate(image):
+            if np.ptp(samples[-1][number]) == 0 and channel.min() == channel.max():
+                _refuse_clipped(reader, case, number)
+                flat.setdefault(channels[number], []).append(case.id)
+    if cases and sum(map(len, flat.values())) == len(cases) * len(channels):
+        raise UserError(f"{cases[0].id}: its image has one value, as those of all {len(cases)} training cases have")
+    for name, ids in flat.items() if ranks.RANK == 0 else ():
+        what = f"channel {name} has one value in {len(ids)} of {len(cases)} training cases ({shown_names(ids)})"
+        print(f"{WARNING}{escaped(what)}: nothing can be learned from it there", file=sys.stderr)
+    stored = [reader.headers[case.id].stored for case in train]
+    reader.seen = Seen.of([grid for grid in stored if grid is not None], samples, reader.intensity)
+
+
+def _refuse_clipped(reader: CaseReader, case: Case, number: int) -> None:
+    """Raise UserError where CT's rule has made a channel constant that is not so in its file."""
+    rule = reader.intensity[number]
+    if rule.kind != "ct":
+        return
+    channel = reader.read_volume(case).image[number]
+    low, high = channel.min().item(), channel.max().item()
+    if low < high:
+        clips = f"which data.intensity=ct clips to {rule.low:g} to {rule.high:g}: the image would become constant"
+        what = f"has values from {low:g} to {high:g}, {clips}"
+        raise problem(case.id, case.images[0], f"{what}; correct its unit, remove the case, or use zscore")
+
+
+def _spread(cases: Sequence[Case], most: int) -> list[Case]:
+    """Return at most so many of the cases, spread over all of them: names often follow their origin."""
+    places = np.linspace(0, len(cases) - 1, min(most, len(cases)), dtype=int)
+    return [cases[place] for place in places]
+
+
+def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> dict[str, Digests]:
     """Return digests of the prepared images by case id.
 
     If they are not kept, of the voxels of those images that may be the same.
     """
-    cases = [*train, *val]
-    if read.disk is not None:
-        return {case.id: frozenset([read.disk.digest(read.key(case), "image")]) for case in cases}
-    if read.cache is None:
+    if read.disk is None and read.cache is None:
         return voxel_digests(train, val, read.rules, read.headers, read.files)
-    digests = dict[str, frozenset]()
-    for case in cases:
-        digest = VoxelDigest()
-        digest.update(read(case).image.numpy())
-        digests[case.id] = digest.digests()
-    return digests
+    return {case.id: read.digests(case) for case in (*train, *val)}
 
 
 def _readers(options: Data, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:

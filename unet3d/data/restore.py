@@ -1,17 +1,28 @@
-"""Class probabilities on the network's grid, strip by strip, as label maps on the grid of the case's file."""
+"""Class probabilities as label maps on the grid of the case's file, and these as files, each written whole or not.
 
+Probabilities come strip by strip on the network's grid.
+"""
+
+import gzip
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 from nibabel.orientations import apply_orientation
 
+from unet3d.base.files import replacing
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid, canonical_grid, drawn, likeliest, target_grid
-from unet3d.data.nifti import problem
+from unet3d.data.nifti import is_compressed, open_image, problem, quiet_nibabel, stem
 
+BACKGROUND = 0
+LEVEL = 6  # of gzip; 9, Python's own, takes ten times as long on a noisy label map, whose file is then 5% smaller
 # Called with a class and the number of classes; returns the array (X, Y, Z) for that class's probabilities.
 ProbabilityMaps = Callable[[int, int], np.ndarray]
 Box = tuple[slice, ...]  # of a volume (X, Y, Z)
@@ -174,3 +185,110 @@ class _Splines:
             before = values.take(np.maximum(behind - 1, 0), axis)
             values = before * (1 - part) + values.take(behind, axis) * part
         return values.astype(np.float32)
+
+
+def largest_components(labels: np.ndarray, classes: Sequence[int]) -> np.ndarray:
+    """Return labels (X, Y, Z) in which each of these classes has its largest component alone.
+
+    Voxels are connected by faces, edges and corners. Of equally large components the first stays. The given array
+    does not change.
+    """
+    if not classes:
+        return labels
+    from scipy.ndimage import find_objects
+
+    cleaned = labels.copy()
+    for number, bounds in enumerate(find_objects(labels, max_label=max(classes)), start=1):
+        if number in classes and bounds is not None:
+            cleaned[bounds][_stray(labels[bounds] == number)] = BACKGROUND
+    return cleaned
+
+
+def _stray(mask: np.ndarray) -> np.ndarray:
+    """Return the voxels of a mask (X, Y, Z) that are not in its largest component."""
+    from scipy.ndimage import generate_binary_structure, label
+
+    components, count = label(mask, generate_binary_structure(3, 3))
+    if count < 2:
+        return np.zeros_like(mask)
+    sizes = np.bincount(components.ravel())
+    sizes[BACKGROUND] = 0
+    stray: np.ndarray = mask & (components != sizes.argmax())
+    return stray
+
+
+def save_labels(path: Path, labels: np.ndarray, like: Path | nib.Nifti1Image) -> None:
+    """Write integer labels (X, Y, Z) on the grid of the image `like`, as uint8 or uint16. Raises UserError, OSError."""
+    save_image(path, labels_like(labels, _header_of(like, path)))
+
+
+def _header_of(like: Path | nib.Nifti1Image, path: Path) -> nib.Nifti1Image:
+    """Return the image whose grid the file at `path` is to have. Raises UserError."""
+    return open_image(stem(path), like) if isinstance(like, Path) else like
+
+
+@quiet_nibabel()
+def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
+    """Return integer labels (X, Y, Z) as an image on the grid of `source`, uint8 or uint16."""
+    assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
+    kind = np.min_scalar_type(int(labels.max()))
+    return type(source)(labels.astype(kind), None, _header_like(source, kind))
+
+
+@quiet_nibabel()
+def scores_like(scores: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
+    """Return scores (X, Y, Z, K) as an image on the grid of `source`, float32."""
+    return type(source)(scores, None, _header_like(source, np.float32))
+
+
+@quiet_nibabel()
+def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1Header:
+    """Return the header of `source` for other values of this type."""
+    header = source.header.copy()
+    header.extensions.clear()  # their DICOM fields may name the patient
+    header.set_slope_inter(1, 0)
+    header["cal_min"] = 0  # the display range of intensities
+    header["cal_max"] = 0
+    header.set_data_dtype(kind)
+    return header
+
+
+@contextmanager
+def saving_scores(path: Path, like: Path | nib.Nifti1Image) -> Iterator[Callable[[int, int], np.ndarray]]:
+    """Write float32 scores (X, Y, Z, K) on the grid of the image `like` to `path` (.nii). Raises UserError, OSError.
+
+    Yields `open_scores(label, classes)`, which returns a memory map (X, Y, Z) of that class.
+    """
+    source = _header_of(like, path)
+    header = _header_like(source, np.float32)
+    shape = source.shape[:3]
+    offset = header.single_vox_offset
+    header["vox_offset"] = offset
+    class_bytes = 4 * prod(shape)
+    with replacing(path) as file:
+
+        def open_scores(label: int, classes: int) -> np.ndarray:
+            if not file.tell():
+                header.set_data_shape((*shape, classes))
+                header.write_to(file)
+                file.flush()
+                # on a disk that fills later, a write to mapped memory would kill the process
+                os.posix_fallocate(file.fileno(), 0, offset + class_bytes * classes)
+            return np.memmap(
+                file,
+                header.get_data_dtype(),
+                "r+",
+                offset + class_bytes * label,
+                shape,
+                "F",
+            )
+
+        yield open_scores
+
+
+@quiet_nibabel()
+def save_image(path: Path, image: nib.Nifti1Image) -> None:
+    """Write `image` to `path` (.nii or .nii.gz), whole or not at all. Same image, same bytes. Raises OSError."""
+    content = image.to_bytes()
+    with replacing(path) as file:
+        file.write(gzip.compress(content, LEVEL, mtime=0) if is_compressed(path.name) else content)

@@ -9,14 +9,8 @@ from torch import Tensor
 from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
-from unet3d.data.case_arrays import (
-    LABELS,
-    fit_labels,
-    label_arrays,
-    labels_of,
-)
+from unet3d.data.cache import LABELS, Arrays, fit_labels, label_arrays, labels_of
 from unet3d.data.cases import Case
-from unet3d.data.disk_cache import Arrays
 from unet3d.data.patches import PreparedCase, cached, foreground
 from unet3d.data.preprocess import CaseReader
 
@@ -117,9 +111,7 @@ def _parts(label: Tensor, options: Data) -> list[list[tuple[int, int]]]:
 
 def extent(label: Tensor) -> list[tuple[int, int]]:
     """Return the first and last voxel of the foreground along each axis; of the volume if it has none."""
-    from scipy.ndimage import (
-        find_objects,
-    )  # takes a third of a second to load
+    from scipy.ndimage import find_objects  # takes a third of a second to load
 
     boxes = find_objects((label.numpy() > 0).astype(np.uint8))
     if not boxes:

@@ -11,9 +11,8 @@ from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError, listed
 from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.headers import CaseHeader
-from unet3d.data.image_files import ImageFiles
 from unet3d.data.nifti import ValidationRules
+from unet3d.data.scan import CaseHeader, ImageFiles
 
 Digests = frozenset[bytes]
 Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order

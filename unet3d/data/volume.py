@@ -1,4 +1,4 @@
-"""A case as arrays on one grid, with RAS+ axes, one spacing and exact labels; and label maps that were written."""
+"""A case as arrays on one grid, with RAS+ axes, one spacing and exact labels; and label maps: each voxel is a class."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,22 +7,40 @@ from typing import NamedTuple
 import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
+from nibabel.arrayproxy import ArrayProxy
 from nibabel.orientations import apply_orientation
 
+from unet3d.base.errors import UserError
 from unet3d.data import nifti
-from unet3d.data.cases import Case
-from unet3d.data.grids import (
-    CUBIC,
-    canonical_grid,
-    contradictions,
-    resample,
-    resample_labels,
-    target_grid,
-)
-from unet3d.data.image_files import ImageFiles, OpenFile
-from unet3d.data.labels import Relabel
+from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.grids import CUBIC, canonical_grid, resample, resample_labels, target_grid
+from unet3d.data.labels import Relabel, proposal
 from unet3d.data.nifti import STRICT, ValidationRules, read_image
-from unet3d.data.nifti_labels import read_label
+from unet3d.data.scan import ImageFiles, OpenFile, contradictions
+
+ROUNDING = 1e-6  # float32's relative rounding of a scaled label
+QUANTUM = 1e-3  # the largest rounding of a label to a file's integers
+LABELS_LISTED = 5  # unknown labels in a message
+
+
+class LabelValues(NamedTuple):
+    """What label maps may hold: classes below a number and `ignore`; or the keys of `relabel`, which become these."""
+
+    classes: int
+    ignore: int | None = None
+    relabel: Relabel = None
+
+    @classmethod
+    def of_files(cls, dataset: DatasetInfo) -> "LabelValues":
+        """Return those of a data set's files."""
+        return cls(dataset.label_count, dataset.ignore, dataset.relabel)
+
+    @classmethod
+    def written(cls, values: Sequence[int]) -> "LabelValues":
+        """Return those of label maps that were written with these values of the classes."""
+        if [*values] == [*range(len(values))]:
+            return cls(len(values))
+        return cls(len(values), relabel={value: number for number, value in enumerate(values)})
 
 
 class Volume(NamedTuple):
@@ -38,23 +56,22 @@ class Volume(NamedTuple):
 
 def read_volume(
     case: Case,
-    classes: int,
-    ignore: int | None,
+    values: LabelValues,
     spacing: Sequence[float] | None,
     rules: ValidationRules = STRICT,
-    relabel: Relabel = None,
     files: ImageFiles | None = None,
 ) -> Volume:
     """Return the case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked.
 
-    Reads from `files` where they are still open. Raises UserError.
+    Reads from `files` where they are still open since their scan, which has found no contradiction. Raises UserError.
     """
-    if files is None:
-        files = ImageFiles()
+    files = files or ImageFiles()
+    is_scanned = files.holds(case)
     with files.opened(case) as opened:
         headers = {path: file.image for path, file in opened.items()}
-        for error in contradictions(case, headers, rules):
-            raise error
+        for found in () if is_scanned else contradictions(case, headers):
+            if not found.is_accepted(rules):
+                raise found.error
         first = headers[case.images[0]]
         source = canonical_grid(first)
         target = target_grid(case, first, spacing)
@@ -63,18 +80,9 @@ def read_volume(
         image = np.stack([resample(apply_orientation(channel, axes), source, target, CUBIC) for channel in channels])
         label = None
         if case.label is not None:
-            file = opened[case.label]
-            label = read_label(case.id, case.label, file.image, classes, ignore, relabel, file.stream)
-            label = resample_labels(apply_orientation(label, axes), source, target, ignore)
-            label = np.ascontiguousarray(label)
-    return Volume(
-        case.id,
-        np.ascontiguousarray(image),
-        label,
-        target.affine,
-        target.spacing,
-        nonfinite_voxels,
-    )
+            stored, _ = read_label_map(case, case.label, values, opened[case.label])
+            label = on_network_grid(stored, case, first, spacing, values.ignore)
+    return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, nonfinite_voxels)
 
 
 def _read_channels(case: Case, opened: Mapping[Path, OpenFile], rules: ValidationRules) -> tuple[list[np.ndarray], int]:
@@ -89,43 +97,35 @@ def _read_channels(case: Case, opened: Mapping[Path, OpenFile], rules: Validatio
     return channels, nonfinite_voxels
 
 
-def read_label_map(case: Case, path: Path, values: Sequence[int], spacing: Sequence[float] | None) -> np.ndarray:
-    """Return a predicted label map of the case (X, Y, Z) on the grid of `read_volume`. Raises UserError.
+def read_label_map(
+    case: Case, path: Path, values: LabelValues, file: OpenFile | None = None
+) -> tuple[np.ndarray, nib.Nifti1Image]:
+    """Return the classes, uint8 or uint16 (X, Y, Z), of a label map of the case in its file's axes, and its header.
 
-    `values` are how the file stores the classes.
+    Each voxel is a class or `values.ignore`. Reads from `file` if it is open. Raises UnknownLabels, UserError.
     """
-    with nifti.open_file(case.id, path) as stream:
-        image = nifti.read_header(case.id, path, stream, case.affine)
-        written = read_label(case.id, path, image, len(values), None, _relabel_of(values), stream)
-    label = apply_orientation(written, nib.io_orientation(image.affine))
+    if file is None:
+        with nifti.open_file(case.id, path) as stream:
+            return read_label_map(
+                case, path, values, OpenFile(nifti.read_header(case.id, path, stream, case.affine), stream)
+            )
+    array = nifti.read_array(case.id, path, file.image, file.stream)
+    return _classes_of(array, values, f"{case.id}: {path}", file.image.dataobj), file.image
+
+
+def on_network_grid(
+    label: np.ndarray, case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | None, ignore: int | None
+) -> np.ndarray:
+    """Return a label map (X, Y, Z) that lies as `image` as the network sees it at this spacing. Raises UserError."""
+    turned = apply_orientation(label, nib.io_orientation(image.affine))
     target = target_grid(case, image, spacing)
-    return np.ascontiguousarray(resample_labels(label, canonical_grid(image), target, None))
+    return np.ascontiguousarray(resample_labels(turned, canonical_grid(image), target, ignore))
 
 
-def read_written(case: Case, path: Path, values: Sequence[int]) -> np.ndarray:
-    """Return the classes (X, Y, Z) of a predicted label map with these values, in the file's axes. Raises UserError."""
-    with nifti.open_file(case.id, path) as stream:
-        image = nifti.read_header(case.id, path, stream, case.affine)
-        return read_label(case.id, path, image, len(values), None, _relabel_of(values), stream)
-
-
-def _relabel_of(values: Sequence[int]) -> Relabel:
-    """Return the class of each value in a file; None where the values are the classes' numbers."""
-    if [*values] == [*range(len(values))]:
-        return None
-    return {value: number for number, value in enumerate(values)}
-
-
-def read_truth(
-    case: Case, classes: int, ignore: int | None, relabel: Relabel
-) -> tuple[np.ndarray, tuple[float, float, float]]:
-    """Return the labels (X, Y, Z) of a case in its file's axes, and the spacing (mm) along these. Raises UserError."""
-    assert case.label is not None, case.id
-    with nifti.open_file(case.id, case.label) as stream:
-        image = nifti.read_header(case.id, case.label, stream, case.affine)
-        label = read_label(case.id, case.label, image, classes, ignore, relabel, stream)
+def stored_spacing(case: Case) -> tuple[float, float, float]:
+    """Return the voxel size (mm) along the axes of the case's first file. Raises UserError."""
     x, y, z = voxel_sizes(nifti.open_image(case.id, case.images[0], case.affine).affine).tolist()
-    return label, (x, y, z)
+    return x, y, z
 
 
 def with_values(labels: np.ndarray, values: Sequence[int] | None) -> np.ndarray:
@@ -145,3 +145,93 @@ def is_resampled(case: Case, spacing: Sequence[float] | None) -> bool:
         return False
     image = nifti.open_image(case.id, case.images[0], case.affine)
     return not target_grid(case, image, spacing).is_same(canonical_grid(image))
+
+
+class UnknownLabels(UserError):
+    """A label map holds values that are no class.
+
+    `labels` are its labels but 0, where they are whole numbers; `alone` is the message without the remedy, the `option`
+    that would suit this file.
+    """
+
+    def __init__(self, message: str, labels: frozenset[int] = frozenset(), option: str = "") -> None:
+        remedy = f"correct the file, or add {option}" if option else "map them with data.label_map"
+        super().__init__(f"{message}; {remedy}")
+        self.labels = labels
+        self.alone = message
+        self.option = option
+
+
+def messages(errors: Sequence[UserError]) -> list[str]:
+    """Return the lines of errors, after one about labels, where those of several maps are unknown.
+
+    What suits one map may not suit another; `check-data` reads them all.
+    """
+    unknown = [error for error in errors if isinstance(error, UnknownLabels)]
+    if len(unknown) < 2:
+        return [*map(str, errors)]
+    lines = [error.alone if isinstance(error, UnknownLabels) else str(error) for error in errors]
+    options = {error.option for error in unknown}
+    add = f"add {options.pop()}" if len(options) == 1 and unknown[0].option else "map them with data.label_map"
+    advice = f"{len(unknown)} label maps hold other labels: {add}; python -m unet3d check-data looks at all maps"
+    return [advice, *lines]
+
+
+def _classes_of(array: np.ndarray, values: LabelValues, place: str, voxels: ArrayProxy) -> np.ndarray:
+    """Return stored labels as classes, uint8 or uint16. Raises UnknownLabels."""
+    classes, ignore, relabel = values
+    if not np.issubdtype(array.dtype, np.integer):
+        array = _rounded(array, voxels)
+    kind = np.min_scalar_type(max(classes - 1, ignore or 0))
+    if relabel is None:
+        label = array
+        is_unknown = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
+    else:
+        label = np.zeros(array.shape, kind)
+        is_unknown = np.ones(array.shape, bool)
+        for old, new in relabel.items():
+            voxels = array == old
+            label[voxels] = new
+            is_unknown[voxels] = False
+    if ignore is not None:
+        if relabel is not None:
+            label = np.where(array == ignore, kind.type(ignore), label)
+        is_unknown &= array != ignore
+    if is_unknown.any():
+        raise _unknown_labels(place, array, is_unknown, values)
+    return label.astype(kind, copy=False)
+
+
+def _rounded(array: np.ndarray, voxels: ArrayProxy) -> np.ndarray:
+    """Return labels that were read as floats, with those that are nearly whole numbers as these.
+
+    255 scaled by 1/255 is not quite 1; nor are floats that nibabel scales to fit the 2^16 values of an integer.
+    """
+    half_step = abs(voxels.slope) / 2
+    tolerance = ROUNDING
+    if voxels.dtype.kind in "iu" and half_step < QUANTUM:
+        tolerance += half_step
+    whole = np.rint(array)
+    is_near = np.isclose(array, whole, rtol=ROUNDING, atol=tolerance)
+    return np.where(is_near, whole, array)
+
+
+def _unknown_labels(
+    place: str,
+    array: np.ndarray,
+    is_unknown: np.ndarray,
+    values: LabelValues,
+) -> UnknownLabels:
+    """Return the error for the labels of a file that are neither a class nor `ignore`."""
+    classes, ignore, relabel = values
+    stored = np.unique(array)
+    unknown = np.unique(array[is_unknown])
+    allowed = f"0 to {classes - 1}" if relabel is None else ", ".join(map(str, sorted(relabel)))
+    if ignore is not None:
+        allowed += f" and {ignore} (ignored)"
+    listed = ", ".join(f"{value:g}" for value in unknown[:LABELS_LISTED].tolist())
+    labels = frozenset[int]()
+    if np.isfinite(unknown).all() and (unknown == np.rint(unknown)).all():
+        labels = frozenset(int(value) for value in stored if value not in (0, ignore))
+    what = f"{is_unknown.sum()} voxels have the label {listed}; allowed are {allowed}"
+    return UnknownLabels(f"{place}: {what}", labels, proposal(labels, classes, relabel))

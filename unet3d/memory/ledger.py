@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
 from unet3d.memory.tracker import ModuleScope
-from unet3d.recomputing.gradient_sums import GradientSums
+from unet3d.recomputing.fake_kernels import GradientSums
 from unet3d.recomputing.workspaces import CONVOLUTION
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")

@@ -37,10 +37,9 @@ from unet3d.memory.tables import (
 from unet3d.memory.technique import choose_technique, saved, step_peak, window_program
 from unet3d.memory.usual_estimates import LayerCount, layer_counts
 from unet3d.memory.variants import PASSES, Candidate
-from unet3d.recomputing.prepare import work_line
+from unet3d.recomputing.plans import Technique, work_line
 from unet3d.recomputing.program import Program
 from unet3d.training import switches
-from unet3d.training.policy import Technique
 
 
 @dataclass(frozen=True)

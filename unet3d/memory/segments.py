@@ -22,7 +22,7 @@ from unet3d.memory.levels import stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.simulate import memoized, simulate, step_key
-from unet3d.training.policy import PLAIN, Technique
+from unet3d.recomputing.plans import PLAIN, Technique
 
 OUTSIDE = ""  # of all stages
 PLAIN_SGD = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes a step's update alone

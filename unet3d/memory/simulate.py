@@ -20,9 +20,9 @@ from unet3d.memory.copies import GpuLedger
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import COUNTED, MEASURED_STEPS, LedgerMeter
+from unet3d.recomputing.plans import PLAIN, Technique
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
-from unet3d.training.policy import PLAIN, Technique
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
@@ -46,7 +46,7 @@ def simulate(
     `model_config` leaves nothing open; `dtype` is the type of weights and images.
     """
     target = build.device_type(config)
-    with torch.random.fork_rng([]), switched(config), fake_mode(target) as guesses:
+    with torch.random.fork_rng([]), switched(config.cuda, config.deterministic), fake_mode(target) as guesses:
         learner = fake_learner(config, model_config, technique, dtype)
 
         def make() -> list[Batch]:
@@ -176,7 +176,7 @@ def validation_peak(
     mirroring.
     """
     device_type = build.device_type(config)
-    with switched(config), fake_mode(device_type), torch.no_grad():
+    with switched(config.cuda, config.deterministic), fake_mode(device_type), torch.no_grad():
         model = fake_model(config, model_config, torch.float32).eval()
         policy = build.policy(config, "cpu", technique)
         predictor = build.predictor(config, [model], model_config, policy)

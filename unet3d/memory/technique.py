@@ -17,12 +17,11 @@ from unet3d.memory.segments import choose_segments, profile_stages
 from unet3d.memory.simulate import fake_batch, fake_model, memoized, simulate, step_key
 from unet3d.memory.tables import SavedSchedule
 from unet3d.recomputing import search
-from unet3d.recomputing.prepare import by_plan, has_larger_tiles, prepare, without_backward
+from unet3d.recomputing.plans import PLAIN, Technique, by_plan, without_backward
+from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Schedule, compile_schedule
-from unet3d.recomputing.soundness import is_sound
+from unet3d.recomputing.schedule import Schedule, compile_schedule, is_sound
 from unet3d.training import optim
-from unet3d.training.policy import PLAIN, Technique
 
 CURVE_SCHEDULES = 8
 

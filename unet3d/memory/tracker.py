@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from unet3d.recomputing import observer
-from unet3d.recomputing.observer import Observer
+from unet3d.recomputing import state as of_pass
+from unet3d.recomputing.state import Observer
 
 WHOLE = "(forward)"  # the forward of the network itself, and the weights that are in no submodule
 ACCUMULATE_GRAD = 2**62  # its nodes have sequence numbers beyond; each stands for a parameter, not for an operation
@@ -49,8 +49,8 @@ class ModuleTracker(Observer):
         self._stack = []
         self._first_numbers = []
         self._node_paths = []
-        self._hooks.callback(setattr, observer, "observer", observer.observer)
-        observer.observer = self
+        self._hooks.callback(setattr, of_pass, "observer", of_pass.observer)
+        of_pass.observer = self
         for path, module in self.modules.items():
             enter = module.register_forward_pre_hook(partial(self._enter, path))
             self._hooks.enter_context(enter)

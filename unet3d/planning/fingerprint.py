@@ -13,14 +13,14 @@ from unet3d.base.progress import track
 from unet3d.base.types import Table, percent
 from unet3d.config.schema import Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
+from unet3d.data.check import sound_headers
 from unet3d.data.grids import Grid
-from unet3d.data.image_files import ImageFiles
 from unet3d.data.intensity import foreground_sample
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import subsample_indices
+from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
-from unet3d.data.validate import sound_headers
-from unet3d.data.volume import read_volume
+from unet3d.data.volume import LabelValues, read_volume
 
 CASES_SAMPLED = 20  # training cases whose voxels are read
 VOXELS_SAMPLED = 5 * 10**8  # that are read at most, but for those of the first cases
@@ -134,7 +134,8 @@ def _chosen(train: Sequence[Case], grid_of: dict[str, Grid]) -> list[Case]:
 def _sample(dataset: DatasetInfo, case: Case, data: Data) -> CaseSample:
     """Return a sample of a case. Raises UserError for one that cannot be read."""
     classes = len(dataset.classes)
-    volume = read_volume(case, classes, dataset.ignore, None, ValidationRules.of(data), dataset.relabel)
+    values = LabelValues(classes, dataset.ignore, dataset.relabel)
+    volume = read_volume(case, values, None, ValidationRules.of(data))
     label = volume.label
     assert label is not None, volume.case_id
     counts = np.bincount(label.ravel(), minlength=classes)[:classes]

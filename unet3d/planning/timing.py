@@ -91,7 +91,7 @@ def measured_step(config: Config) -> float:
     device = build.device(config)
     model_config = config.model
     assert model_config.in_channels is not None and model_config.classes is not None
-    with torch.random.fork_rng(), switched(config):
+    with torch.random.fork_rng(), switched(config.cuda, config.deterministic):
         policy = build.policy(config, device.type, choose_technique(config, model_config))
         model = policy.formatted(build.model(model_config, config.seed).to(device)).train()
         loss = build.loss(config, model_config.classes, device, model_config.output_regions)

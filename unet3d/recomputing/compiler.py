@@ -7,29 +7,33 @@ nothing reads any more, or in memory of its own.
 
 from collections.abc import Iterable, Sequence
 
-from unet3d.recomputing.costs import Beside, Sizes
 from unet3d.recomputing.instructions import (
-    Complete,
-    CompleteRows,
-    Free,
+    Backward,
+    BackwardTwoPass,
+    BeginBackward,
+    Compute,
     Instruction,
-    Make,
+    Liveness,
+    NormBackward,
+    NormBackwardTiled,
     Place,
-    Send,
-    SendTwice,
+    Release,
+    Sizes,
+    Stage,
     Target,
-    Turn,
+    Workspace,
+    indices_of,
+    mask_of,
 )
-from unet3d.recomputing.stages import Stage, State, indices_of, mask_of
 
-HALO = 1.3  # rows of a thin map that tiles of its reader make, to those that it has: tiles overlap
-TWICE = 0.03  # of a forward pass: less work than this may be done a second time to save a map
+HALO = 1.3  # rows of a cheap stem that tiles of its reader make, to those that it has: tiles overlap
+TWO_PASS_WORK = 0.03  # of a forward pass: less work than this may be done a second time to save a map
 
 
 class Compiler:
     """A walk through a stage: what is alive, and the most bytes so far."""
 
-    def __init__(self, sizes: Sizes, before: State, stays: int) -> None:
+    def __init__(self, sizes: Sizes, before: Liveness, stays: int) -> None:
         """Begin the stage after which the maps of the set `stays` stay."""
         self.sizes = sizes
         self.stays = frozenset(indices_of(stays))
@@ -64,7 +68,7 @@ class Compiler:
 
     def _stage(self) -> Stage:
         """Return what has been compiled."""
-        after = State(
+        after = Liveness(
             alive=mask_of(self.alive),
             gradients=mask_of(self.gradients),
             completed=mask_of(self.completed),
@@ -81,21 +85,21 @@ class Compiler:
 
     # Forward
 
-    def _make(self, index: int, dying: Iterable[int], through: tuple[int, ...]) -> None:
-        """Make a map and forget those that are not read after it."""
+    def _make(self, index: int, dying: Iterable[int], streamed: tuple[int, ...]) -> None:
+        """Compute a map and forget those that are not read after it."""
         sizes = self.sizes
         over = None
         for source in dying:
-            if source in sizes.over_map[index]:
+            if source in sizes.can_overwrite_input[index]:
                 over = source
                 break
-        self.instructions.append(Make(index, over, through))
+        self.instructions.append(Compute(index, over, streamed))
         self.work.append(sizes.work[index])
-        scratch = self._beside(index, through).make
+        scratch = self._workspace(index, streamed).compute
         if over is None:
             self._grow(sizes.bytes[index], scratch)
         else:
-            self._grow(0, scratch + sizes.over_scratch[index])
+            self._grow(0, scratch + sizes.inplace_workspace[index])
             self.alive.discard(over)
         self.alive.add(index)
         for source in dying:
@@ -113,7 +117,7 @@ class Compiler:
             self.maps_at_most = tuple(self.alive)
 
     def _free(self, index: int) -> None:
-        self.instructions.append(Free(index))
+        self.instructions.append(Release(index))
         self.alive.discard(index)
         self.bytes -= self.sizes.bytes[index]
 
@@ -122,7 +126,7 @@ class Compiler:
     def _turn(self) -> None:
         """Count the gradients of the outputs, which are written over them where nothing reads these."""
         sizes = self.sizes
-        self.instructions.append(Turn())
+        self.instructions.append(BeginBackward())
         for index in sizes.outputs:
             if not sizes.needs_gradient[index]:
                 continue
@@ -140,14 +144,14 @@ class Compiler:
         if index in self.alive:
             self._free(index)
         reads = sizes.reads[index]
-        through = self._through(index)
-        self._make_again(reads.difference(through))
+        streamed = self._streamed_inputs(index)
+        self._make_again(reads.difference(streamed))
         for other in sorted(self.alive - self.stays - reads):
             self._free(other)
-        self._send(index, through)
+        self._send(index, streamed)
         for source in sizes.sources[index]:
-            if source in self.gradients and self._goes_on(source, index):
-                self._send_on(source, index)
+            if source in self.gradients and self._flush_now(source, index):
+                self._flush(source, index)
         for other in sorted(self.alive - self.stays):
             self._free(other)
 
@@ -156,81 +160,81 @@ class Compiler:
         sizes = self.sizes
         if index in self.alive or not sizes.has_rows[index]:
             self._make_again([index])
-            self.instructions.append(Complete(index))
-            self._note(self.bytes + sizes.complete_scratch[index])
+            self.instructions.append(NormBackward(index))
+            self._note(self.bytes + sizes.norm_workspace[index])
             return
-        through = tuple(source for source in sizes.sources[index] if self._may_pass(source))
-        self._make_again([source for source in sizes.sources[index] if source not in through])
-        self.instructions.append(CompleteRows(index, through))
-        self.work.append(sizes.work[index] + self._passing_work(through))
-        self._note(self.bytes + self._beside(index, through).complete_rows)
+        streamed = tuple(source for source in sizes.sources[index] if self._can_stream(source))
+        self._make_again([source for source in sizes.sources[index] if source not in streamed])
+        self.instructions.append(NormBackwardTiled(index, streamed))
+        self.work.append(sizes.work[index] + self._streaming_work(streamed))
+        self._note(self.bytes + self._workspace(index, streamed).norm_backward_tiled)
 
-    def _may_pass(self, source: int) -> bool:
-        """Return whether a thin map need not be there: its rows are made where they are read."""
-        return self.sizes.is_thin[source] and source not in self.alive and source not in self.stays
+    def _can_stream(self, source: int) -> bool:
+        """Return whether a cheap stem need not be there: its rows are made where they are read."""
+        return self.sizes.is_cheap_stem[source] and source not in self.alive and source not in self.stays
 
-    def _through(self, index: int) -> tuple[int, ...]:
-        """Return the sources that are in passing as a gradient is sent.
+    def _streamed_inputs(self, index: int) -> tuple[int, ...]:
+        """Return the sources that are streamed as a gradient is sent: computed tile by tile and never stored.
 
         Not those over which the gradient would be written: it would need memory of its own.
         """
         sizes = self.sizes
-        through = []
+        streamed = []
         for source in sizes.sources[index]:
-            if source in sizes.reads[index] and self._may_pass(source):
-                has_place = source in self.gradients or source in sizes.over_gradient[index]
-                if has_place or self._goes_in_parts(source, index) or not sizes.needs_gradient[source]:
-                    through.append(source)
-        return tuple(through)
+            if source in sizes.reads[index] and self._can_stream(source):
+                has_place = source in self.gradients or source in sizes.grad_can_reuse_grad[index]
+                if has_place or self._flush_partially(source, index) or not sizes.needs_gradient[source]:
+                    streamed.append(source)
+        return tuple(streamed)
 
-    def _passing_work(self, through: Sequence[int]) -> float:
-        return HALO * sum(self.sizes.work[source] for source in through)
+    def _streaming_work(self, streamed: Sequence[int]) -> float:
+        return HALO * sum(self.sizes.work[source] for source in streamed)
 
-    def _beside(self, index: int, through: Sequence[int]) -> Beside:
-        return self.sizes.beside_through[index] if through else self.sizes.beside[index]
+    def _workspace(self, index: int, streamed: Sequence[int]) -> Workspace:
+        return self.sizes.workspace_streamed[index] if streamed else self.sizes.workspace[index]
 
-    def _send(self, index: int, through: tuple[int, ...]) -> None:
+    def _send(self, index: int, streamed: tuple[int, ...]) -> None:
         """Send the gradient of a map to its sources, and release it."""
         sizes = self.sizes
         self.gradients.discard(index)
         wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
-        twice = self._twice(index, wanted)
-        targets = self._targets(index, wanted, twice)
+        two_pass = self._two_pass_source(index, wanted)
+        targets = self._targets(index, wanted, two_pass)
         before = self.bytes
         self._hold(targets)
         if index not in self.trained:
             self.trained.add(index)
             self.bytes += sizes.of_weights[index]
-        beside = self._beside(index, through)
-        scratch = beside.send
-        if twice is not None:
-            scratch = beside.send_twice
-            self.work.append(sizes.work[index] + self._passing_work(through))
-            targets.append(Target(twice, "map"))
+        workspace = self._workspace(index, streamed)
+        scratch = workspace.backward
+        if two_pass is not None:
+            scratch = workspace.backward_two_pass
+            self.work.append(sizes.work[index] + self._streaming_work(streamed))
+            targets.append(Target(two_pass, "map"))
             self._hold(targets[-1:])
-            self.completed.add(twice)
-        instruction = Send if twice is None else SendTwice
-        self.instructions.append(instruction(index, tuple(targets), through))
-        self.work.append(self._passing_work(through))
+            self.completed.add(two_pass)
+        instruction = Backward if two_pass is None else BackwardTwoPass
+        self.instructions.append(instruction(index, tuple(targets), streamed))
+        self.work.append(self._streaming_work(streamed))
         if sizes.is_one_tile[index]:
             scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
         self._note(max(self.bytes, before) + scratch)
         if all(place != "gradient" for _, place in targets):
             self.bytes -= sizes.bytes[index]
 
-    def _targets(self, index: int, wanted: Sequence[int], twice: int | None) -> list[Target]:
-        """Return where the gradient of each source goes, without the source that a map is sent to twice."""
+    def _targets(self, index: int, wanted: Sequence[int], two_pass: int | None) -> list[Target]:
+        """Return where the gradient of each source goes, without the source that is sent to in two passes."""
         targets = []
         is_reused = False
         for source in wanted:
-            if source == twice:
+            if source == two_pass:
                 continue
             place: Place = "new"
             if source in self.gradients:
                 place = "add"
-            elif twice is None and self._lies_over_map(source, index):
+            elif two_pass is None and self._lies_over_map(source, index):
                 place = "map"
-            elif not is_reused and source in self.sizes.over_gradient[index]:
+            elif not is_reused and source in self.sizes.grad_can_reuse_grad[index]:
                 place = "gradient"
                 is_reused = True
             targets.append(Target(source, place))
@@ -249,25 +253,25 @@ class Compiler:
         """Return whether the gradient of a source is written over its map."""
         if source not in self.alive or source in self.stays:
             return False
-        return source in self.sizes.over_source[index] and not self._goes_in_parts(source, index)
+        return source in self.sizes.grad_can_reuse_input[index] and not self._flush_partially(source, index)
 
-    def _goes_in_parts(self, source: int, index: int) -> bool:
-        """Return whether a thin source's gradient is sent on after each of its users, part by part.
+    def _flush_partially(self, source: int, index: int) -> bool:
+        """Return whether a cheap source's gradient is sent on after each of its users, part by part.
 
-        A thin map has no source but the image, so that the parts add up in its weights' gradients.
+        A cheap stem has no source but the image, so that the parts add up in its weights' gradients.
         """
         sizes = self.sizes
-        is_little = sizes.is_thin[source] and sizes.work[source] <= TWICE
+        is_little = sizes.is_cheap_stem[source] and sizes.work[source] <= TWO_PASS_WORK
         return is_little and source not in sizes.outputs and sizes.users[source][0] < index
 
-    def _goes_on(self, source: int, index: int) -> bool:
+    def _flush_now(self, source: int, index: int) -> bool:
         """Return whether the gradient of a source goes on at once: it is complete, or one of several parts."""
         sizes = self.sizes
-        is_last = sizes.is_thin[source] and source not in sizes.outputs and sizes.users[source][0] == index
-        return is_last or self._goes_in_parts(source, index)
+        is_last = sizes.is_cheap_stem[source] and source not in sizes.outputs and sizes.users[source][0] == index
+        return is_last or self._flush_partially(source, index)
 
-    def _send_on(self, index: int, reader: int) -> None:
-        """Send on what a reader has sent to a thin map."""
+    def _flush(self, index: int, reader: int) -> None:
+        """Send on what a reader has sent to a cheap stem."""
         sizes = self.sizes
         if sizes.is_normalised[index] and index not in self.completed:
             self._complete(index)
@@ -275,22 +279,22 @@ class Compiler:
             self._free(index)
         if sizes.users[index][0] != reader:
             self.work.append(sizes.work[index])
-        self._send(index, ())  # a thin map has no source but the image
+        self._send(index, ())  # a cheap stem has no source but the image
 
-    def _twice(self, index: int, wanted: Sequence[int]) -> int | None:
+    def _two_pass_source(self, index: int, wanted: Sequence[int]) -> int | None:
         """Return the source whose gradient is written over its map, if a second pass over the tiles is little work."""
         sizes = self.sizes
-        if sizes.work[index] > TWICE:
+        if sizes.work[index] > TWO_PASS_WORK:
             return None
         for source in wanted:
             is_first = source not in self.gradients and sizes.users[source][0] == index
-            is_there = source in self.alive and source in sizes.over_source[index]
+            is_there = source in self.alive and source in sizes.grad_can_reuse_input[index]
             if is_first and is_there and sizes.is_normalised[source]:
                 return source
         return None
 
     def _make_again(self, targets: Iterable[int]) -> None:
-        """Make maps that are not there, from those that are."""
+        """Compute maps that are not there, from those that are."""
         sizes = self.sizes
         if self.alive.issuperset(targets):
             return
@@ -303,20 +307,20 @@ class Compiler:
                 missing.add(index)
                 waiting.extend(source for source in sizes.sources[index] if source not in self.alive)
         order = sorted(missing)
-        passing: set[int] = set()
+        streaming: set[int] = set()
         for place, index in enumerate(order):
             readers = sum(index in sizes.sources[later] for later in order[place + 1 :])
-            if sizes.is_thin[index] and index not in self.stays and (readers > 0 or index not in wanted):
-                passing.add(index)
+            if sizes.is_cheap_stem[index] and index not in self.stays and (readers > 0 or index not in wanted):
+                streaming.add(index)
                 self.work.append(HALO * sizes.work[index] * readers)
                 continue
             later_sources = {source for later in order[place + 1 :] for source in sizes.sources[later]}
             dying = []
             for source in sizes.sources[index]:
                 is_needed = source in later_sources or source in wanted or source in self.stays
-                if source in missing and source not in passing and not is_needed:
+                if source in missing and source not in streaming and not is_needed:
                     dying.append(source)
-            through = tuple(source for source in sizes.sources[index] if source in passing)
-            self._make(index, dying, through)
-        for index in sorted(passing & wanted):  # last, so that they are not there beside what is made through them
+            streamed = tuple(source for source in sizes.sources[index] if source in streaming)
+            self._make(index, dying, streamed)
+        for index in sorted(streaming & wanted):  # last, so that they are not there beside what is made of them
             self._make(index, (), ())

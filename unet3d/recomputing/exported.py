@@ -12,13 +12,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.blocks import (
-    ENTERS_AUTOCAST,
-    MARKS,
-    SWITCHES_GRADIENTS,
-    InPrecision,
-    Precision,
-)
 from unet3d.recomputing.graph import (
     DROPOUTS,
     Derived,
@@ -32,6 +25,11 @@ from unet3d.recomputing.graph import (
     operation_name,
 )
 from unet3d.recomputing.nodes import (
+    ENTERS_AUTOCAST,
+    MARKS,
+    SWITCHES_GRADIENTS,
+    InPrecision,
+    Precision,
     is_in_place,
     is_off,
     is_random,

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from unet3d.model import half_precision
-from unet3d.recomputing.derived import derive
-from unet3d.recomputing.graph import Value, Weight
+from unet3d.recomputing.graph import Value, Weight, derive
 from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.run import Pass
+from unet3d.recomputing.run import Executor
 from unet3d.recomputing.state import State
 
 
@@ -32,8 +31,8 @@ def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
     weights = derived_tensors(program.maps, tensors)
     names = _trained(program.maps, weights)
     state = State(program.maps.axis, autocast or image.dtype, weights, program.on_cpu)
-    run = Pass(program, state, autocast, image.device)
-    outputs = InTiles.apply(run, names, image, *(weights[name] for name in names))
+    run = Executor(program, state, autocast, image.device)
+    outputs = RecomputeFunction.apply(run, names, image, *(weights[name] for name in names))
     if graph.is_in(state.dtype):
         outputs = [output.to(value.dtype) for output, value in zip(outputs, graph.outputs, strict=True)]
     with torch.no_grad():
@@ -83,11 +82,11 @@ def _refuse_use_of_part(reference: weakref.ref[Tensor], gradient: Tensor) -> Non
         )
 
 
-class InTiles(torch.autograd.Function):
+class RecomputeFunction(torch.autograd.Function):
     """A pass by a schedule. Weights are inputs, so that hooks, frozen weights and `torch.autograd.grad` work."""
 
     @staticmethod
-    def forward(ctx: Any, run: Pass, names: Sequence[str], image: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Executor, names: Sequence[str], image: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.names = names
         ctx.set_materialize_grads(False)
@@ -122,7 +121,7 @@ class InTiles(torch.autograd.Function):
 
 
 @contextmanager
-def _without_autocast(run: Pass) -> Any:
+def _without_autocast(run: Executor) -> Any:
     """Turn autocast off: rules convert by themselves."""
     with ExitStack() as contexts:
         contexts.enter_context(torch.autocast(run.device.type, enabled=False))

@@ -1,11 +1,15 @@
 """A network as a graph of operations on maps, traced by torch.export.
 
 A `Value` is the result of one operation that depends on the image. Parameters and buffers are `Weight`s; what is
-computed from them alone, as `weight_norm` does, is `Derived` and runs under plain autograd before each pass or, where
-groups alone read it, within the group. So are random numbers, of dropout too: they are drawn before the pass.
+computed from them alone is `Derived`: weights of `weight_norm`, masks and position tables of an attention. Random
+numbers are among them, also those that dropouts draw: in the network's order, so that they are plain's.
+
+Derived tensors that only groups read are computed within each group, just before they are read, and forgotten behind
+it: they may be as large as a map. All others are computed before the pass, and autograd follows them from there to
+the weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,3 +142,112 @@ def gives_view(target: Any) -> bool:
     """Return whether the result of an operation may share the memory of an argument."""
     schema = getattr(target, "_schema", None)
     return schema is None or any(result.alias_info is not None for result in schema.returns)
+
+
+Steps = tuple[Derived, ...]  # in the graph's order, which is that of what is written in place
+
+
+def connected(graph: Graph) -> list[Steps]:
+    """Return the derived tensors in sets that are computed from one another."""
+    set_of: dict[str, list[Derived]] = {}
+    for derived in graph.derived:
+        together = [derived]
+        for name in names_read([derived]):
+            before = set_of.get(name)
+            if before is None or before is together:
+                continue
+            for other in together:
+                if other not in before:
+                    before.append(other)
+            together = before
+        for other in together:
+            set_of[other.name] = together
+    place = {derived: index for index, derived in enumerate(graph.derived)}
+    unique = {id(together): together for together in set_of.values()}
+    return [tuple(sorted(together, key=place.__getitem__)) for together in unique.values()]
+
+
+def derived_in_groups(graph: Graph, grouped: Set[Value]) -> list[Steps]:
+    """Return the connected derived tensors that groups alone read, without those of once a pass.
+
+    Those are random numbers, and changes of buffers, with all that is computed from the same buffers.
+    """
+    read_elsewhere = graph.returned_weights()
+    for value in graph.values:
+        if value not in grouped:
+            read_elsewhere.update(weight.name for weight in value.weights())
+    inner = [steps for steps in connected(graph) if read_elsewhere.isdisjoint(_names(steps))]
+    once = [derived for derived in graph.derived if derived.is_once]
+    changed = set(names_read(once)) | {derived.name for derived in once}
+    return [steps for steps in inner if changed.isdisjoint((*_names(steps), *names_read(steps)))]
+
+
+def trained_names(graph: Graph, trained: Iterable[str]) -> frozenset[str]:
+    """Return the names of trained weights, and of the derived tensors that are connected with them."""
+    names = set(trained)
+    for steps in connected(graph):
+        followed = [derived for derived in steps if operation_name(derived.target) != "detach"]
+        if not names.isdisjoint(names_read(followed)):
+            names.update(_names(steps))
+    return frozenset(names)
+
+
+def drawn_bytes(graph: Graph, wanted: Set[str]) -> int:
+    """Return the bytes of random numbers, and of what is computed from them, that a pass keeps."""
+    drawn = [steps for steps in connected(graph) if any(derived.is_once for derived in steps)]
+    return sum(derived.size for steps in drawn for derived in steps if derived.name in wanted)
+
+
+def _names(steps: Steps) -> list[str]:
+    return [derived.name for derived in steps]
+
+
+def names_read(steps: Iterable[Derived]) -> list[str]:
+    """Return the names of the weights that are read and not computed by these steps, in order."""
+    names: dict[str, None] = {}
+    computed = set()
+    for derived in steps:
+        for leaf in leaves((derived.args, tuple(derived.kwargs.values()))):
+            if isinstance(leaf, Weight) and leaf.name not in computed:
+                names[leaf.name] = None
+        computed.add(derived.name)
+    return list(names)
+
+
+def derive(steps: Sequence[Derived], known: Mapping[str, Tensor], wanted: Set[str]) -> dict[str, Tensor]:
+    """Return the wanted ones of derived tensors; others are forgotten behind their last reader."""
+    last_reader: dict[str, Derived] = {}
+    for derived in steps:
+        last_reader[derived.name] = derived
+        for name in names_read([derived]):
+            last_reader[name] = derived
+    results: dict[str, Tensor] = {}
+    for derived in steps:
+        names = names_read([derived])
+        weights: dict[Value | Weight, Tensor | None] = {}
+        for leaf in leaves((derived.args, tuple(derived.kwargs.values()))):
+            if not isinstance(leaf, Weight):
+                continue
+            weights[leaf] = results[leaf.name] if leaf.name in results else known[leaf.name]
+        args = [filled(leaf, weights) for leaf in derived.args]
+        kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
+        result = derived.target(*args, **kwargs)
+        results[derived.name] = result if derived.element is None else result[derived.element]
+        del result
+        for name in (derived.name, *names):
+            if name in results and last_reader[name] is derived and name not in wanted:
+                del results[name]
+        weights.clear()
+        del args, kwargs
+    return results
+
+
+def filled(tree: Any, tensors: Mapping[Value | Weight, Tensor | None]) -> Any:
+    """Return arguments with tensors in the place of values and weights."""
+    if isinstance(tree, Value | Weight):
+        return tensors[tree]
+    if isinstance(tree, Like):
+        return tree.tensor()
+    if isinstance(tree, tuple):
+        return [filled(leaf, tensors) for leaf in tree]
+    return tree

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 
 from unet3d.recomputing.along import follow
-from unet3d.recomputing.convolution import Convolution, TransposedConvolution
 from unet3d.recomputing.graph import Graph, Value, gives_view
-from unet3d.recomputing.normalisation import NORMALISATIONS
 from unet3d.recomputing.rules import Rule
 
 SUMS = ("add", "sub")
@@ -25,8 +23,7 @@ def grouped_values(graph: Graph, rules: Mapping[Value, Rule | None], users: User
     grouped = set(graph.values)
     for value in graph.values:
         rule = rules[value]
-        is_costly = isinstance(rule, Convolution | TransposedConvolution)
-        if rule is not None and (is_costly or value.op in NORMALISATIONS):
+        if rule is not None and rule.is_never_grouped:
             grouped.discard(value)
     has_changed = True
     while has_changed:

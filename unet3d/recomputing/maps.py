@@ -2,8 +2,8 @@
 
 A map is what is dear to compute again, or has to be whole: the result of a convolution (not of a transposed one without
 overlap, nor of one that only a sum reads), what a normalisation takes its statistics of, chained sums, what a group of
-operations without a rule reads or gives, and each output. All other values are rows in passing, or within a group: each
-reader computes them anew.
+operations without a rule reads or gives, and each output. All other values are fused into their readers, which compute
+them anew, or within a group.
 """
 
 import math
@@ -12,18 +12,45 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.recomputing import convolution, joining, normalisation, pointwise, resampling  # noqa: F401, rules
 from unet3d.recomputing.along import Along, longest
-from unet3d.recomputing.blocks import InPrecision
-from unet3d.recomputing.convolution import Convolution, TransposedConvolution
-from unet3d.recomputing.derived import Steps, names_read, within
-from unet3d.recomputing.graph import DROPOUTS, Graph, Value, Weight, leaves
+from unet3d.recomputing.graph import DROPOUTS, Graph, Steps, Value, Weight, derived_in_groups, leaves, names_read
 from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
-from unet3d.recomputing.normalisation import NORMALISATIONS
-from unet3d.recomputing.operations import operations_by_rule, operations_without_rule
-from unet3d.recomputing.reductions import OfAllRows, in_two_steps
+from unet3d.recomputing.nodes import InPrecision
 from unet3d.recomputing.rules import RULES, TRACKING, Rule
+from unet3d.recomputing.rules.reductions import in_two_steps
+
+TRAFFIC = 40  # multiplications and additions that take as long as to read and write one number
+
+
+def operations_by_rule(value: Value) -> int:
+    """Return the work of an operation that has a rule."""
+    return RULES[value.op].operations(value) + TRAFFIC * value.shape.numel()
+
+
+def operations_without_rule(value: Value) -> int:
+    """Return the work of an operation without a rule: torch counts its FLOPs on tensors without data."""
+    counter = FlopCounterMode(display=False)
+
+    def fill(tree: object) -> object:
+        if isinstance(tree, tuple):
+            return [fill(leaf) for leaf in tree]
+        if hasattr(tree, "shape"):
+            dtype = tree.dtype if isinstance(tree, Value) else torch.float32
+            return torch.empty(tree.shape, dtype=dtype, device="meta")
+        return tree
+
+    flops = 0
+    try:
+        args = [fill(leaf) for leaf in value.args]
+        kwargs = {name: fill(leaf) for name, leaf in value.kwargs.items()}
+        with counter:
+            value.target(*args, **kwargs)
+        flops = counter.get_total_flops()
+    except (RuntimeError, NotImplementedError, TypeError):  # not on meta
+        pass
+    return flops // 2 + TRAFFIC * value.shape.numel()
 
 
 @dataclass(eq=False, repr=False)
@@ -33,7 +60,7 @@ class Map:
     index: int
     value: Value
     rule: Rule | None  # None: made at once, of whole maps, by the operations of a group
-    passing: tuple[Value, ...]  # values in passing or of the group, last the map's own, in the order of their making
+    fused: tuple[Value, ...]  # fused values or of the group, last the map's own, in the order of their making
     sources: tuple[Value, ...]  # the maps, or the image, that it is made from
     norms: tuple[Value, ...] = ()  # normalisations that take their statistics of it
     derived: tuple[Steps, ...] = ()  # tensors of weights that are computed within the group
@@ -43,7 +70,7 @@ class Map:
     def operations(self) -> int:
         """Work of making it, in multiplications and additions of a convolution."""
         of_value = operations_without_rule if self.rule is None else operations_by_rule
-        return sum(of_value(value) for value in self.passing)
+        return sum(of_value(value) for value in self.fused)
 
     @cached_property
     def weights(self) -> list[str]:
@@ -57,16 +84,16 @@ class Map:
     @cached_property
     def names_read(self) -> Set[str]:
         """Names of the weights that its operations read, in order."""
-        return dict.fromkeys(weight.name for value in self.passing for weight in value.weights()).keys()
+        return dict.fromkeys(weight.name for value in self.fused for weight in value.weights()).keys()
 
     @cached_property
     def forgotten(self) -> dict[Value, list[Value | Weight]]:
         """Values and weights of a group that nothing reads any more, by the value that reads them last."""
         last_reader: dict[Value | Weight, Value] = {}
-        for value in self.passing:
+        for value in self.fused:
             last_reader |= dict.fromkeys(value.inputs, value)
             last_reader |= dict.fromkeys(value.weights(), value)
-        forgotten: dict[Value, list[Value | Weight]] = {value: [] for value in self.passing}
+        forgotten: dict[Value, list[Value | Weight]] = {value: [] for value in self.fused}
         for leaf, reader in last_reader.items():
             forgotten[reader].append(leaf)
         return forgotten
@@ -86,7 +113,7 @@ class Maps:
         self.rules = {value: _rule_of(value, self.axis) for value in self.graph.values}
         grouped = grouped_values(self.graph, self.rules, self.users)
         self.rules |= dict.fromkeys(grouped)
-        self.derived_within = within(self.graph, grouped)
+        self.derived_within = derived_in_groups(self.graph, grouped)
         steps_within = {step for steps in self.derived_within for step in steps}
         self.derived_before = [step for step in self.graph.derived if step not in steps_within]
         self.stored = self._stored(grouped)
@@ -108,7 +135,8 @@ class Maps:
         """Weights that are read in the type of maps: all but those of normalisations, and what dropouts have drawn."""
         weights: dict[Weight, None] = {}
         for value in self.graph.values:
-            if self.rules[value] is not None and value.op not in (*NORMALISATIONS, *DROPOUTS):
+            rule = self.rules[value]
+            if rule is not None and not rule.takes_statistics and value.op not in DROPOUTS:
                 weights |= dict.fromkeys(value.weights())
         return list(weights)
 
@@ -132,10 +160,10 @@ class Maps:
                     read |= names
         return [name for name in self.weights if name in read or name not in updated]
 
-    def through(self, map_: Map, also_passing: frozenset[Value]) -> Map:
-        """Return how a map is made where some of its sources are in passing, too."""
-        passing, sources = self._expression(map_.value, also_passing)
-        return Map(map_.index, map_.value, map_.rule, passing, sources, map_.norms)
+    def streaming(self, map_: Map, streamed: frozenset[Value]) -> Map:
+        """Return how a map is made where some of its sources are computed tile by tile, too."""
+        fused, sources = self._expression(map_.value, streamed)
+        return Map(map_.index, map_.value, map_.rule, fused, sources, map_.norms)
 
     def _stored(self, grouped: set[Value]) -> set[Value]:
         stored = set(self.graph.outputs)
@@ -143,7 +171,9 @@ class Maps:
         for value in self.graph.values:
             if value in grouped:
                 stored.update(source for source in value.inputs if source not in grouped)
-            elif self._is_norm(value) or isinstance(self.rules[value], OfAllRows):
+                continue
+            rule = self.rules[value]
+            if rule is not None and rule.reads_maps:
                 stored.update(value.inputs)
         for value in self.graph.values:
             if self._is_costly(value) and not self._goes_into_one_sum(value, stored):
@@ -175,14 +205,13 @@ class Maps:
             reached[value] = sources
 
     def _is_norm(self, value: Value) -> bool:
-        return value.op in NORMALISATIONS and self.rules[value] is not None
+        rule = self.rules[value]
+        return rule is not None and rule.takes_statistics
 
     def _is_costly(self, value: Value) -> bool:
-        """Return whether making a value's rows again at each use would be much work."""
+        """Return whether computing a value's rows again at each use would be much work."""
         rule = self.rules[value]
-        if isinstance(rule, TransposedConvolution):
-            return not rule.is_spread_apart(value)
-        return isinstance(rule, Convolution)
+        return rule is not None and rule.is_costly(value)
 
     def _goes_into_one_sum(self, value: Value, stored: set[Value]) -> bool:
         """Return whether a value is read by a sum alone, which is a map: it need not be one itself."""
@@ -209,37 +238,37 @@ class Maps:
             has_sum[value] = inner and value not in stored
 
     def _store_if_sum(self, value: Value, has_sum: dict[Value, bool], stored: set[Value]) -> None:
-        """Make a map of a value that has a sum in passing below it, or is one."""
+        """Make a map of a value that has a fused sum below it, or is one."""
         if value not in stored and has_sum.get(value, False):
             stored.add(value)
             has_sum[value] = False
 
     def _map(self, index: int, value: Value) -> Map:
         rule = self.rules[value]
-        passing, sources = self._expression(value, frozenset())
+        fused, sources = self._expression(value, frozenset())
         if rule is not None:
-            return Map(index, value, rule, passing, sources)
-        map_ = Map(index, value, None, passing, sources)
+            return Map(index, value, rule, fused, sources)
+        map_ = Map(index, value, None, fused, sources)
         for steps in self.derived_within:
             if any(step.name in map_.names_read for step in steps):
                 map_.derived += (steps,)
-        map_.along = longest(value, passing)
+        map_.along = longest(value, fused)
         return map_
 
-    def _expression(self, root: Value, also_passing: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        """Return the values in passing from which a map is made, and the maps, each in the graph's order."""
-        passing = {root}
+    def _expression(self, root: Value, streamed: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Return the fused values from which a map is made, and the maps, each in the graph's order."""
+        fused = {root}
         sources: set[Value] = set()
         waiting = [root]
         while waiting:
             for source in waiting.pop().inputs:
                 is_map = source in self.stored or source is self.graph.image
-                if is_map and source not in also_passing:
+                if is_map and source not in streamed:
                     sources.add(source)
-                elif source not in passing:
-                    passing.add(source)
+                elif source not in fused:
+                    fused.add(source)
                     waiting.append(source)
-        order = [value for value in self.graph.values if value in passing]
+        order = [value for value in self.graph.values if value in fused]
         of_maps = [value for value in (self.graph.image, *self.graph.values) if value in sources]
         return tuple(order), tuple(of_maps)
 

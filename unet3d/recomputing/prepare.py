@@ -1,28 +1,195 @@
 """Prepares the program of a network: traced, cut into tiles, measured on tensors without data, its schedules found."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
-from unet3d.base.fit import fit
-from unet3d.base.types import mib
-from unet3d.recomputing import search
-from unet3d.recomputing.derived import drawn_bytes, trained_names
 from unet3d.recomputing.function import tensors_of
-from unet3d.recomputing.graph import Graph
-from unet3d.recomputing.groups import first_of_group
-from unet3d.recomputing.maps import Map, Maps
-from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import compile_schedule
-from unet3d.recomputing.scratch import fixed_bytes, scratch_bytes
-from unet3d.recomputing.sizes import converted_bytes, sizes_of, wanted_values
+from unet3d.recomputing.graph import Graph, Value, drawn_bytes, has_gradients, trained_names
+from unet3d.recomputing.instructions import Sizes
+from unet3d.recomputing.maps import Map, Maps, bytes_of
+from unet3d.recomputing.program import Program, TilePlan, reads_back, reads_far_back, waiting_numbers
+from unet3d.recomputing.scratch import Scratch, fixed_bytes, scratch_bytes
 from unet3d.recomputing.trace import trace
 
-PLANS = ("lean", "tiles", "auto")  # little work, little memory, what a budget allows
+CHEAP_STEM = 0.05  # of a forward pass: less work than this may be done again for each tile that reads a map
+
+
+def wanted_values(maps: Maps, trained: frozenset[str], image_needs_gradient: bool) -> frozenset[Value]:
+    """Return the values of which a gradient is needed, where these weights are trained.
+
+    None is needed of whole numbers, and of what is detached.
+    """
+    wanted: set[Value] = set()
+    if image_needs_gradient:
+        wanted.add(maps.graph.image)
+    for value in maps.graph.values:
+        if value.op == "detach" or not has_gradients(value.dtype):
+            continue
+        is_trained = any(weight.name in trained for weight in value.weights())
+        if is_trained or any(source in wanted for source in value.inputs):
+            wanted.add(value)
+    return frozenset(wanted)
+
+
+def sizes_of(
+    program: Program,
+    dtype: torch.dtype,
+    trained: dict[str, int],
+    scratch: Sequence[Scratch],
+) -> Sizes:
+    """Return the sizes of a program's maps.
+
+    `trained`: bytes of the gradients of weights by name.
+    """
+    maps = program.maps.maps
+    index_of = {map_.value: map_.index for map_ in maps}
+    total = max(sum(map_.operations for map_ in maps), 1)
+    work = [map_.operations / total for map_ in maps]
+    outputs = frozenset(index_of[value] for value in program.maps.graph.outputs)
+    over = [_over(program, map_, index_of, outputs, dtype) for map_ in maps]
+    return Sizes(
+        bytes=[bytes_of(map_.value, _type_of(program, map_, dtype)) for map_ in maps],
+        work=work,
+        sources=[_indices(map_.sources, index_of) for map_ in maps],
+        reads=[frozenset(_indices(_reads(program, map_), index_of)) for map_ in maps],
+        needs_gradient=[map_.value in program.wanted for map_ in maps],
+        is_normalised=[_is_normalised(program, map_) for map_ in maps],
+        outputs=outputs,
+        can_overwrite_input=[frozenset(places.map) for places in over],
+        grad_can_reuse_grad=[frozenset(places.gradient) for places in over],
+        grad_can_reuse_input=[frozenset(places.source) for places in over],
+        is_one_tile=[map_.rule is None or len(program.plan(map_).tiles) == 1 for map_ in maps],
+        has_rows=[map_.rule is not None for map_ in maps],
+        is_cheap_stem=[_is_cheap_stem(program, map_, share) for map_, share in zip(maps, work, strict=True)],
+        of_weights=_bytes_of_weights(maps, trained),
+        workspace=[of_map.workspace for of_map in scratch],
+        workspace_streamed=[of_map.streamed for of_map in scratch],
+        inplace_workspace=[
+            _inplace_workspace(program, map_, places.map, dtype) for map_, places in zip(maps, over, strict=True)
+        ],
+        norm_workspace=[of_map.norm_backward for of_map in scratch],
+    )
+
+
+def _type_of(program: Program, map_: Map, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a map of floating-point numbers: a group's result stays in plain's, where that is known."""
+    is_known = map_.rule is None and program.maps.graph.is_in(dtype)
+    return map_.value.dtype if is_known else dtype
+
+
+def _indices(values: Sequence[Value], index_of: dict[Value, int]) -> tuple[int, ...]:
+    """Return the indices of maps, without the image."""
+    return tuple(index_of[value] for value in values if value in index_of)
+
+
+def _reads(program: Program, map_: Map) -> Sequence[Value]:
+    """Return the sources from which the gradient of a map is computed."""
+    if map_.rule is None:
+        return map_.sources
+    return list(program.plan(map_).reads)
+
+
+def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]:
+    """Return the bytes of the gradients of weights that appear first as each map's gradient is sent."""
+    of_weights = [0 for _ in maps]
+    seen: set[str] = set()
+    for map_ in reversed(maps):
+        for name in map_.weights:
+            if name in trained and name not in seen:
+                seen.add(name)
+                of_weights[map_.index] += trained[name]
+    return of_weights
+
+
+def _is_normalised(program: Program, map_: Map) -> bool:
+    """Return whether the gradient of a map has a part that its statistics give."""
+    return any(norm in program.wanted for norm in map_.norms)
+
+
+def _is_cheap_stem(program: Program, map_: Map, work: float) -> bool:
+    """Return whether a map is made from the image alone, by little work, and read by tiles alone."""
+    if map_.rule is None or map_.sources != (program.maps.graph.image,):
+        return False
+    readers = [other for other in program.maps.maps if map_.value in other.sources]
+    return work < CHEAP_STEM and all(reader.rule is not None for reader in readers)
+
+
+class _Over(NamedTuple):
+    """Sources over which a map may be made, whose gradient may lie over the map's gradient, or over themselves."""
+
+    map: set[int]
+    gradient: set[int]
+    source: set[int]
+
+
+def _over(
+    program: Program,
+    map_: Map,
+    index_of: dict[Value, int],
+    outputs: frozenset[int],
+    dtype: torch.dtype,
+) -> _Over:
+    """Return the sources in whose memory a map or a gradient may be written."""
+    over = _Over(set(), set(), set())
+    if map_.rule is None:
+        return over
+    tiles = program.plan(map_).tiles
+    if len(tiles) == 1:  # the rows of one tile have memory of their own
+        return over
+    for source in map_.sources:
+        if source not in index_of or not source.dtype.is_floating_point or len(source.shape) != 5:
+            continue
+        index = index_of[source]
+        if index not in outputs:
+            over.source.add(index)
+        if source.shape != map_.value.shape:
+            continue
+        is_alike = _type_of(program, program.maps.maps[index], dtype) == _type_of(program, map_, dtype)
+        if index not in outputs and is_alike and not reads_far_back(tiles, source):
+            over.map.add(index)
+        if map_.index not in outputs and _is_sent_behind(tiles, source):
+            over.gradient.add(index)
+    return over
+
+
+def _inplace_workspace(program: Program, map_: Map, over: set[int], dtype: torch.dtype) -> int:
+    """Return the bytes of the rows of a map that wait where it is made over a source."""
+    if not over:
+        return 0
+    tiles = program.plan(map_).tiles
+    sources = [program.maps.maps[index].value for index in over]
+    if not any(reads_back(tiles, source) for source in sources):
+        return 0
+    return waiting_numbers(tiles, map_.value, program.maps.axis) * dtype.itemsize
+
+
+def _is_sent_behind(tiles: Sequence[TilePlan], source: Value) -> bool:
+    """Return whether each tile's gradient reaches back to the tile's own first row."""
+    for tile in tiles:
+        low, _ = tile.spans[source]
+        first, _ = tile.span
+        if low > first:
+            return False
+    return True
+
+
+def converted_bytes(maps: Maps, weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """Return the bytes of weights in the type of maps, which a pass on a GPU keeps."""
+    total = 0
+    for weight in maps.converted_weights:
+        tensor = weights.get(weight.name)
+        known = torch.float32 if tensor is None else tensor.dtype  # of derived ones
+        if known.is_floating_point and known != dtype:
+            total += weight.shape.numel() * dtype.itemsize
+    return total
+
+
 TILES = 24  # of the largest value, on the CPU
 FEWEST_TILES = 12  # the same where tiles are small, and calls take longer than what they compute
 SMALL_TILE = 2**18  # numbers
@@ -32,7 +199,6 @@ CUDA_TILES = 3  # of it on a GPU, where a step of more waits for its launches
 CUDA_MOST_TILES = 12  # where tiles are so large that it does not, and workspaces of cuDNN would be large
 CUDA_LARGE_TILE = 43 * 2**20  # numbers
 CUDA_TILE = 2**22  # numbers of a tile there, at least
-FEW = 50  # times fewer numbers than the largest value has: so small is an excitation beside the map that it scales
 
 
 def prepare(
@@ -78,45 +244,6 @@ def _traced(network: nn.Module, image: Tensor, autocast: torch.dtype | None) -> 
         return trace(network, image)
 
 
-def has_larger_tiles(plan: str, dtype: torch.dtype, on_cpu: bool) -> bool:
-    """Return whether a plan's tiles are larger than other plans' in this precision."""
-    return on_cpu and plan == "lean" and dtype.itemsize == 2
-
-
-def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
-    """Return the program by the schedule of a plan, and for "auto" of a budget in bytes.
-
-    Raises UserError for a budget that neither a schedule nor the network's own pass keeps.
-    """
-    if plan == "lean":
-        plain = math.inf if program.plain_bytes is None else program.plain_bytes - program.fixed_bytes
-        return program.by(search.leanest(program.schedules, plain))
-    if plan == "tiles":
-        return program.by(search.smallest(program.schedules))
-    assert budget is not None
-    number = fit(program.schedules, lambda schedule: schedule.peak_bytes, budget - program.fixed_bytes)
-    if number is None and program.plain_bytes is not None and program.plain_bytes <= budget:
-        return program.by(search.least_memory(program.schedules))
-    if number is None:
-        raise UserError(
-            f"budget={mib(budget)}MiB: a step needs at least {mib(least_bytes(program))} MiB of "
-            "tensors; take a smaller patch or a smaller network"
-        )
-    return program.by(program.schedules[number])
-
-
-def without_backward(program: Program) -> Program:
-    """Return the program whose pass keeps nothing for a backward pass."""
-    assert program.sizes is not None
-    nothing: list[set[int]] = [set() for _ in range(program.sizes.count + 1)]
-    return program.by(compile_schedule(program.sizes, nothing))
-
-
-def least_bytes(program: Program) -> int:
-    """Return the least that a pass can need at once."""
-    return program.fixed_bytes + min(schedule.peak_bytes for schedule in program.schedules)
-
-
 def retraced(program: Program, network: nn.Module, image: Tensor, autocast: torch.dtype | None = None) -> Program:
     """Return the program for a network of the same graph: another object, perhaps on another device.
 
@@ -138,56 +265,11 @@ def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[st
     signature = []
     for map_ in maps:
         sources = tuple(source.name for source in map_.sources)
-        operations = tuple(value.op for value in map_.passing)
+        operations = tuple(value.op for value in map_.fused)
         signature.append((map_.value.name, map_.value.op, map_.value.shape, sources, operations))
     return signature
 
 
-def work_line(program: Program) -> str:
-    """Return the work of a program, and which operations have no rule."""
-    return f"{_more_work(program.schedule.work)}{_without_rule(program)}"
-
-
-def describe(program: Program, plan: str, held: int = 0) -> str:
-    """Return a line: the bytes of a schedule and of the network's own pass, the schedule's work, what has no rule.
-
-    `held`: bytes that lie in memory besides, and are counted in both.
-    """
-    kinds = ["weights", "gradients", "activations"]
-    if not program.on_cpu:
-        kinds.append("workspaces of cuDNN")
-    if held:
-        kinds.append(f"{mib(held)} MiB held")
-    *first, last = kinds
-    size = f"{mib(program.peak_bytes)} MiB"
-    if program.plain_bytes is not None:
-        size = f"{size} instead of {mib(program.plain_bytes)} MiB"
-    sizes = f"{size} (predicted) for {', '.join(first)} and {last}"
-    if program.saves_memory:
-        return f"recompute={plan}: {sizes}, {_more_work(program.schedule.work)}{_without_rule(program)}"
-    assert program.plain_bytes is not None
-    line = f"recompute={plan}: would need {sizes}, so the network runs plain"
-    if plan == "lean" and program.by(search.smallest(program.schedules)).saves_memory:
-        return f"{line}; plan='tiles' would need less"
-    return line
-
-
-def _more_work(work: float) -> str:
-    percent = round(100 * (work - 1))
-    return f"{percent} % more forward work" if percent > 0 else "no more forward work"
-
-
-def _without_rule(program: Program) -> str:
-    """Return which operations have no rule, as the end of a line; not those of few numbers, which cost nothing."""
-    largest = max(value.shape.numel() for value in program.maps.graph.values)
-    whole: dict[str, None] = {}
-    for map_ in program.maps.whole:
-        if FEW * max(value.shape.numel() for value in (*map_.passing, *map_.sources)) < largest:
-            continue
-        value = first_of_group(map_.passing)
-        whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
-    if not whole:
-        return ""
-    first = ", ".join(list(whole)[:3])
-    more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-    return f"; checkpointed as a whole (correct, saves less): {first}{more}"
+def has_larger_tiles(plan: str, dtype: torch.dtype, on_cpu: bool) -> bool:
+    """Return whether a plan's tiles are larger than other plans' in this precision."""
+    return on_cpu and plan == "lean" and dtype.itemsize == 2

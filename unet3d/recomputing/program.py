@@ -1,20 +1,144 @@
-"""The program of all passes over images of one size: maps, their tiles, and schedules."""
+"""The program of all passes over images of one size: maps, their tiles, and schedules.
+
+All rows that a tile needs are known before the first step: `TilePlan` has them for each value.
+"""
 
 import copy
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from unet3d.recomputing import search
 from unet3d.recomputing.along import spans
-from unet3d.recomputing.costs import Sizes
-from unet3d.recomputing.graph import Value
+from unet3d.recomputing.graph import DROPOUTS, Value
+from unet3d.recomputing.instructions import Sizes
 from unet3d.recomputing.maps import Map, Maps
-from unet3d.recomputing.rules import Span
+from unet3d.recomputing.rules import RULES, Span, Tile
 from unet3d.recomputing.schedule import EMPTY, Schedule
-from unet3d.recomputing.tiles import MapPlan, plan_map, tile_spans
+
+MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
+
+
+@dataclass(frozen=True, eq=False)
+class TilePlan:
+    """A tile of a map: the rows of each fused value and of each source."""
+
+    map: Map
+    axis: int
+    tiles: Mapping[Value, Tile]  # of fused values
+    spans: Mapping[Value, Span]  # of sources, and of fused values
+
+    @property
+    def span(self) -> Span:
+        """The rows of the map."""
+        return self.spans[self.map.value]
+
+
+@dataclass(frozen=True, eq=False)
+class MapPlan:
+    """All tiles of a map, and what backward needs to know of the fused values."""
+
+    map: Map
+    tiles: Sequence[TilePlan]
+    wanted: frozenset[Value]  # values of which a gradient is needed
+    known: frozenset[Value]  # fused values that backward has to make again
+    reads: frozenset[Value]  # sources that backward reads
+    ends: frozenset[Value]  # fused values whose gradients go no further: they are maps elsewhere
+
+
+def plan_map(
+    map_: Map, axis: int, spans: Sequence[Span], wanted: frozenset[Value], ends: frozenset[Value] = frozenset()
+) -> MapPlan:
+    """Return a map's tiles of these rows."""
+    tiles = [plan_tile(map_, axis, span) for span in spans]
+    read = _read_in_backward(map_, wanted, ends)
+    return MapPlan(
+        map=map_,
+        tiles=tiles,
+        wanted=wanted,
+        known=read.intersection(map_.fused),
+        reads=read.intersection(map_.sources),
+        ends=ends,
+    )
+
+
+def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
+    """Return the rows of all values from which these rows are made."""
+    spans: dict[Value, Span] = {map_.value: span}
+    tiles: dict[Value, Tile] = {}
+    for value in reversed(map_.fused):
+        rows = RULES[value.op].rows(value, axis, spans[value])
+        tiles[value] = Tile(spans[value], rows)
+        for source, (low, high) in zip(value.inputs, rows, strict=True):
+            first, end = spans.get(source, (low, high))
+            spans[source] = (min(first, low), max(end, high))
+    return TilePlan(map_, axis, tiles, spans)
+
+
+def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
+    """Return the rows of each tile of a map: the largest fused value has about `numbers` numbers."""
+    length = map_.value.shape[axis]
+    if length == 1:
+        return [(0, 1)]
+    largest = max(value.shape.numel() for value in (*map_.fused, *map_.sources) if len(value.shape) == 5)
+    if not on_cpu:
+        count = min(length, math.ceil(largest / numbers))
+    else:
+        weighted = [value for value in map_.fused if value.op not in DROPOUTS]
+        weights = [weight.shape.numel() for value in weighted for weight in value.weights()]
+        if largest <= max(weights, default=0):  # whose gradient would lie beside each tile but the first
+            numbers = largest
+        rows = max(1, round(numbers * length / largest))
+        count = math.ceil(length / rows)
+        for value in map_.fused:
+            rule = RULES[value.op]
+            fewest_of_value = rule.fewest_rows(value, axis)
+            if fewest_of_value is not None:
+                fewest = math.ceil(fewest_of_value * length / value.shape[axis])
+                if fewest <= MOST * rows:  # else a tile is convolved as two images
+                    count = min(count, max(1, length // fewest))
+    return list(pairwise(length * index // count for index in range(count + 1)))
+
+
+def _read_in_backward(map_: Map, wanted: frozenset[Value], ends: frozenset[Value]) -> frozenset[Value]:
+    """Return the values that gradients are computed from, and those from which rows among them are made."""
+    read: set[Value] = set()
+    for value in map_.fused:
+        if value in wanted and value not in ends:
+            read.update(read_by_gradient(value))
+    for value in reversed(map_.fused):
+        if value in read:
+            read.update(value.inputs)
+    return frozenset(read)
+
+
+def read_by_gradient(value: Value) -> Sequence[Value]:
+    """Return the values from which the gradient of an operation is computed."""
+    reads = RULES[value.op].reads
+    if reads == "result":
+        return [value]
+    return value.inputs if reads == "inputs" else []
+
+
+def reads_back(tiles: Sequence[TilePlan], source: Value) -> bool:
+    """Return whether a tile reads rows of a source that lie within the tile before it."""
+    return any(after.spans[source][0] < before.span[1] for before, after in pairwise(tiles))
+
+
+def reads_far_back(tiles: Sequence[TilePlan], source: Value) -> bool:
+    """Return whether a tile reads rows of a source that lie before the tile before it."""
+    return any(after.spans[source][0] < before.span[0] for before, after in pairwise(tiles))
+
+
+def waiting_numbers(tiles: Sequence[TilePlan], value: Value, axis: int) -> int:
+    """Return the numbers of the rows of a map that wait to be written, at most."""
+    longest = max(end - first for first, end in (tile.span for tile in tiles))
+    return value.shape.numel() // value.shape[axis] * longest
 
 
 @dataclass(eq=False, repr=False)
@@ -61,19 +185,19 @@ class Program:
         program.schedule = schedule
         return program
 
-    def plan(self, map_: Map, through: tuple[Value, ...] = (), without: Value | None = None) -> MapPlan:
-        """Return the tiles of a map; `through`: sources that are in passing; `without`: one that gets no gradient."""
-        key = (map_.index, through, without)
+    def plan(self, map_: Map, streamed: tuple[Value, ...] = (), without: Value | None = None) -> MapPlan:
+        """Return the tiles of a map; `streamed`: sources that are not stored; `without`: one that gets no gradient."""
+        key = (map_.index, streamed, without)
         if key not in self.plans:
             rows = tile_spans(map_, self.maps.axis, self.numbers, self.on_cpu)
-            if through:
-                map_ = self.maps.through(map_, frozenset(through))
+            if streamed:
+                map_ = self.maps.streaming(map_, frozenset(streamed))
             wanted = self.wanted - {without}
-            self.plans[key] = plan_map(map_, self.maps.axis, rows, wanted, frozenset(through))
+            self.plans[key] = plan_map(map_, self.maps.axis, rows, wanted, frozenset(streamed))
         return self.plans[key]
 
     def parts(self, map_: Map) -> list[Span]:
         """Return the parts in which a group is carried out; none where it is run at once."""
         if map_.index not in self.spans:
-            self.spans[map_.index] = spans(map_.along, map_.passing, self.numbers)
+            self.spans[map_.index] = spans(map_.along, map_.fused, self.numbers)
         return self.spans[map_.index]

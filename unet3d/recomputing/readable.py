@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from unet3d.recomputing.looking import BY_VALUE, INTERNAL, MISSING, Look, Same, content_of, is_library
-from unet3d.recomputing.observer import only_watches
+from unet3d.recomputing.state import only_watches
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Code that names one of these may read an attribute whose name it does not contain.

@@ -6,30 +6,30 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unet3d.recomputing import normalisation, observer
+from unet3d.recomputing import state as of_pass
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import (
-    Complete,
-    CompleteRows,
-    Free,
+    Backward,
+    BackwardTwoPass,
+    BeginBackward,
+    Compute,
     Instruction,
-    Make,
-    Send,
-    SendTwice,
+    NormBackward,
+    NormBackwardTiled,
+    Release,
     Target,
-    Turn,
 )
-from unet3d.recomputing.making import make_into
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.sending import TileSender
+from unet3d.recomputing.rules import normalisation
+from unet3d.recomputing.rules.channels import take_statistics
+from unet3d.recomputing.sending import TileSender, make_into
 from unet3d.recomputing.state import State
-from unet3d.recomputing.statistics import take_statistics
 from unet3d.recomputing.tiles import make_rows
 from unet3d.recomputing.whole import apart, gradients_of_whole, make_whole
 
 
-class Pass:
+class Executor:
     """The maps and gradients of one pass."""
 
     def __init__(self, program: Program, state: State, autocast: torch.dtype | None, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Pass:
         self.maps[graph.image] = image.to(self.state.dtype)
         if not self.program.on_cpu:
             self.state.convert(self.program.maps.converted_weights)
-        turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, Turn))
+        turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, BeginBackward))
         for instruction in self.instructions[:turn]:
             self._execute_observed(instruction)
         outputs = tuple(self.maps[value] for value in graph.outputs)
@@ -112,28 +112,28 @@ class Pass:
         return self.gradients.pop(graph.image, None)
 
     def _execute_observed(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Free | Turn):
+        if isinstance(instruction, Release | BeginBackward):
             self._execute(instruction)
             return
         layer = self.by_index[instruction.map].value.layer
-        is_backward = not isinstance(instruction, Make)
-        with observer.observer.works_on(layer, is_backward):
+        is_backward = not isinstance(instruction, Compute)
+        with of_pass.observer.works_on(layer, is_backward):
             self._execute(instruction)
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
-            case Make(index, over, through):
-                self._make(self.by_index[index], over, self._values(through))
-            case Free(index):
+            case Compute(index, inplace_on, streamed):
+                self._compute(self.by_index[index], inplace_on, self._values(streamed))
+            case Release(index):
                 self.maps.pop(self.by_index[index].value, None)
-            case Complete(index):
-                self._complete(self.by_index[index])
-            case CompleteRows(index, through):
-                self._complete_rows(self.by_index[index], self._values(through))
-            case Send(index, targets, through):
-                self._send(self.by_index[index], targets, self._values(through))
-            case SendTwice(index, targets, through):
-                self._send_twice(self.by_index[index], targets, self._values(through))
+            case NormBackward(index):
+                self._norm_backward(self.by_index[index])
+            case NormBackwardTiled(index, streamed):
+                self._norm_backward_tiled(self.by_index[index], self._values(streamed))
+            case Backward(index, targets, streamed):
+                self._backward(self.by_index[index], targets, self._values(streamed))
+            case BackwardTwoPass(index, targets, streamed):
+                self._backward_two_pass(self.by_index[index], targets, self._values(streamed))
         self.state.forget_prepared()
 
     def _values(self, indices: Sequence[int]) -> tuple[Value, ...]:
@@ -141,52 +141,52 @@ class Pass:
 
     # Maps
 
-    def _make(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
+    def _compute(self, map_: Map, inplace_on: int | None, streamed: tuple[Value, ...]) -> None:
         if map_.rule is None:
-            self.maps[map_.value] = self._make_whole(map_)
+            self.maps[map_.value] = self._compute_group(map_)
         else:
-            self._make_by_tiles(map_, over, through)
+            self._compute_tiled(map_, inplace_on, streamed)
         for norm in map_.norms:
             if norm not in self.state.statistics:
                 take_statistics(norm, self.maps[map_.value], self.state)
 
-    def _make_whole(self, map_: Map) -> Tensor:
+    def _compute_group(self, map_: Map) -> Tensor:
         sources = [self.maps[source] for source in map_.sources]
         with self._types():
             result = make_whole(map_, sources, self.state, self.program.parts(map_))
         return apart(result, sources)
 
-    def _make_by_tiles(self, map_: Map, over: int | None, through: tuple[Value, ...]) -> None:
-        plan = self.program.plan(map_, through)
+    def _compute_tiled(self, map_: Map, inplace_on: int | None, streamed: tuple[Value, ...]) -> None:
+        plan = self.program.plan(map_, streamed)
         value = map_.value
         if len(plan.tiles) == 1:
             rows = make_rows(plan, plan.tiles[0], self.maps, self.state)
             sources = [self.maps[source] for source in plan.map.sources]
             self.maps[value] = apart(rows, sources)
             return
-        source = None if over is None else self.by_index[over].value
+        source = None if inplace_on is None else self.by_index[inplace_on].value
         target = None if source is None else self.maps[source]
         if target is not None and target.dtype != self.state.dtype:  # of a group, as float32 in half precision
             target = None
         if target is None:
             target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
-        over_source = source is not None and target is self.maps[source]
-        make_into(plan, target, self.maps, self.state, source if over_source else None)
+        grad_can_reuse_input = source is not None and target is self.maps[source]
+        make_into(plan, target, self.maps, self.state, source if grad_can_reuse_input else None)
         if source is not None:
             del self.maps[source]
         self.maps[value] = target
 
     # Gradients
 
-    def _complete(self, map_: Map) -> None:
+    def _norm_backward(self, map_: Map) -> None:
         gradient = self._incomplete_gradient(map_)
         if gradient is not None:
             self.sender.complete(map_, self.maps[map_.value], gradient)
 
-    def _complete_rows(self, map_: Map, through: tuple[Value, ...]) -> None:
+    def _norm_backward_tiled(self, map_: Map, streamed: tuple[Value, ...]) -> None:
         gradient = self._incomplete_gradient(map_)
         if gradient is not None:
-            self.sender.complete_rows(self.program.plan(map_, through), gradient)
+            self.sender.norm_backward_tiled(self.program.plan(map_, streamed), gradient)
 
     def _incomplete_gradient(self, map_: Map) -> Tensor | None:
         """Return the gradient that is to be completed, when all sums are there."""
@@ -197,15 +197,15 @@ class Pass:
             normalisation.close_sums(norm, self.state)
         return gradient
 
-    def _send(self, map_: Map, targets: Sequence[Target], through: tuple[Value, ...] = ()) -> None:
+    def _backward(self, map_: Map, targets: Sequence[Target], streamed: tuple[Value, ...] = ()) -> None:
         gradient = self.gradients.pop(map_.value)
         if gradient is None:
             self._send_nothing(targets)
         elif map_.rule is None:
-            self._send_whole(map_, gradient, targets)
+            self._backward_group(map_, gradient, targets)
         else:
             may_overwrite = map_.value not in self.arrived
-            plan = self.program.plan(map_, through)
+            plan = self.program.plan(map_, streamed)
             self.sender.send(plan, gradient, targets, may_overwrite)
         if gradient is not None:
             self._give_up(map_.value, gradient)
@@ -223,7 +223,7 @@ class Pass:
             if place != "add":
                 self.gradients[value] = None
 
-    def _send_whole(self, map_: Map, gradient: Tensor, targets: Sequence[Target]) -> None:
+    def _backward_group(self, map_: Map, gradient: Tensor, targets: Sequence[Target]) -> None:
         sources = [self.maps[source] for source in map_.sources]
         wanted = [source in self.program.wanted for source in map_.sources]
         with self._types():
@@ -253,7 +253,7 @@ class Pass:
             elif place != "add":
                 self.gradients[value] = None
 
-    def _send_twice(self, map_: Map, targets: Sequence[Target], through: tuple[Value, ...] = ()) -> None:
+    def _backward_two_pass(self, map_: Map, targets: Sequence[Target], streamed: tuple[Value, ...] = ()) -> None:
         """Take the sums in a first pass over the tiles; write the last source's gradient over its map in a second."""
         *others, last = targets
         source = self.by_index[last.source]
@@ -261,14 +261,14 @@ class Pass:
         if gradient is None:
             self._send_nothing(targets)
             return
-        plan = self.program.plan(map_, through, source.value)
+        plan = self.program.plan(map_, streamed, source.value)
         now = [target for target in others if target.place != "gradient"]
         self.sender.send(plan, gradient, now, may_overwrite=False)
         self.state.forget_prepared()
         for norm in source.norms:
             normalisation.close_sums(norm, self.state)
         self.state.takes_sums = False
-        plan = self.program.plan(map_, through)
+        plan = self.program.plan(map_, streamed)
         then = [target for target in targets if target not in now]
         self.sender.send(plan, gradient, then, map_.value not in self.arrived, completed=source)
         self.state.takes_sums = True

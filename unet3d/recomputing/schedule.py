@@ -2,6 +2,8 @@
 
 Which maps stay is a table: `keep[stage]` are those that stay after a stage, where stage n is the forward pass and
 stage i the gradient of map i, from the last map to the first. From it follow the instructions, by `Compiler`.
+
+`is_sound` follows the maps and gradients that are there through the instructions of a schedule.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -9,9 +11,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unet3d.recomputing.compiler import Compiler
-from unet3d.recomputing.costs import Sizes
-from unet3d.recomputing.instructions import Instruction
-from unet3d.recomputing.stages import NOTHING, Stage, State, indices_of, mask_of
+from unet3d.recomputing.instructions import (
+    NOTHING,
+    Backward,
+    BackwardTwoPass,
+    BeginBackward,
+    Compute,
+    Instruction,
+    Liveness,
+    NormBackward,
+    NormBackwardTiled,
+    Release,
+    Sizes,
+    Stage,
+    indices_of,
+    mask_of,
+)
 
 Keep = Iterable[Set[int]]  # a table
 Masks = Sequence[int]  # the same, bit i for map i
@@ -45,14 +60,14 @@ class PlacedStage(NamedTuple):
 
     stage: Stage
     others: int  # the maps that only stay, bit i for map i
-    after: State
+    after: Liveness
 
 
-Key = tuple[int, State, int]  # of a stage: its number, what there is before, the maps that stay after it
+Key = tuple[int, Liveness, int]  # of a stage: its number, what there is before, the maps that stay after it
 
 
-class Passes:
-    """Passes over the same maps, whose stages are compiled once.
+class StageCache:
+    """StageCache over the same maps, whose stages are compiled once.
 
     A map that only stays over a stage makes no difference to it. So stages are compiled without such maps, and those
     that are alike but for them are one.
@@ -110,21 +125,21 @@ class Passes:
             yield number, placed
             state = placed.after
 
-    def _place(self, number: int, before: State, stays: int) -> PlacedStage:
+    def _place(self, number: int, before: Liveness, stays: int) -> PlacedStage:
         """Return a stage, compiled without the maps that only stay."""
         if number == self.sizes.count:
             return self._forward(stays)
         concerned = self._maps_concerned(number, before.alive) | before.alive & ~stays
         others = before.alive & ~concerned
         alive, gradients, completed, trained = before
-        before = State(alive & concerned, gradients, completed, trained)
+        before = Liveness(alive & concerned, gradients, completed, trained)
         key = (number, before, stays & concerned)
         stage = self._sent.get(key)
         if stage is None:
             stage = Compiler(self.sizes, before, stays & concerned).sent(number)
             self._sent[key] = stage
         alive, gradients, completed, trained = stage.after
-        after = State(alive | others, gradients, completed, trained)
+        after = Liveness(alive | others, gradients, completed, trained)
         return PlacedStage(stage, others, after)
 
     def _forward(self, stays: int) -> PlacedStage:
@@ -178,12 +193,12 @@ class Passes:
 
 def compile_schedule(sizes: Sizes, keep: Keep) -> Schedule:
     """Return the schedule in which these maps stay."""
-    return Passes(sizes).schedule(_masks(keep))
+    return StageCache(sizes).schedule(_masks(keep))
 
 
 def locate_peak(sizes: Sizes, keep: Keep) -> Peak:
     """Return the peak of that schedule."""
-    return Passes(sizes).peak(_masks(keep))
+    return StageCache(sizes).peak(_masks(keep))
 
 
 def every_map(sizes: Sizes) -> list[set[int]]:
@@ -193,3 +208,81 @@ def every_map(sizes: Sizes) -> list[set[int]]:
 
 def _masks(keep: Keep) -> list[int]:
     return [mask_of(stays) for stays in keep]
+
+
+def is_sound(sizes: Sizes, schedule: Schedule) -> bool:
+    """Return whether no instruction reads a map or a gradient that is not there, and all gradients are complete."""
+    alive = _Alive(sizes)
+    for instruction in schedule.instructions:
+        if not alive.takes(instruction):
+            return False
+    return not alive.gradients
+
+
+class _Alive:
+    """The maps and gradients that are there between two instructions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.maps: set[int] = set()
+        self.gradients: set[int] = set()
+        self.complete: set[int] = set()  # maps whose gradients have the statistics' part
+
+    def takes(self, instruction: Instruction) -> bool:
+        """Return whether all that an instruction reads is there, and follow it."""
+        sizes = self.sizes
+        match instruction:
+            case Compute():
+                return self._takes_compute(instruction)
+            case Release(index):
+                if index not in self.maps:
+                    return False
+                self.maps.discard(index)
+            case BeginBackward():
+                self.gradients |= {index for index in sizes.outputs if sizes.needs_gradient[index]}
+                self.maps -= {index for index in self.gradients if not sizes.users[index]}
+            case NormBackward(index):
+                self.complete.add(index)
+                return index in self.maps and index in self.gradients
+            case NormBackwardTiled(index, streamed):
+                self.complete.add(index)
+                return self._has(sizes.sources[index], streamed) and index in self.gradients
+            case Backward() | BackwardTwoPass():
+                return self._takes_backward(instruction)
+        return True
+
+    def _has(self, sources: Iterable[int], streamed: Sequence[int]) -> bool:
+        """Return whether sources are there, or cheap stems that are streamed."""
+        are_cheap = all(self.sizes.is_cheap_stem[source] for source in streamed)
+        return are_cheap and set(sources) - set(streamed) <= self.maps
+
+    def _takes_compute(self, make: Compute) -> bool:
+        if not self._has(self.sizes.sources[make.map], make.streamed) or make.map in self.maps:
+            return False
+        if make.inplace_on is not None:
+            self.maps.discard(make.inplace_on)
+        self.maps.add(make.map)
+        return True
+
+    def _takes_backward(self, send: Backward | BackwardTwoPass) -> bool:
+        index = send.map
+        is_complete = not self.sizes.is_normalised[index] or index in self.complete
+        has_sources = self._has(self.sizes.reads[index], send.streamed)
+        if not is_complete or not has_sources or index not in self.gradients:
+            return False
+        self.gradients.discard(index)
+        self.complete.discard(index)  # another part of it may follow
+        is_twice = isinstance(send, BackwardTwoPass)
+        for source, place in send.targets:
+            if (place == "add") != (source in self.gradients):
+                return False
+            if place == "map":
+                if source not in self.maps:
+                    return False
+                if is_twice and source != send.targets[-1].source:
+                    return False  # the second pass reads it
+                self.maps.discard(source)
+            self.gradients.add(source)
+        if is_twice:
+            self.complete.add(send.targets[-1].source)
+        return True

@@ -1,7 +1,7 @@
 """Bytes beside maps and gradients while an instruction runs, measured on tensors without data.
 
 Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
-like the second. Only `SendTwice` runs all tiles. What the network's own pass needs, `plain_bytes` measures.
+like the second. Only `BackwardTwoPass` runs all tiles. What the network's own pass needs, `plain_bytes` measures.
 """
 
 import random
@@ -19,16 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.recomputing import meta_kernels, workspaces
-from unet3d.recomputing.compiler import TWICE
-from unet3d.recomputing.costs import Beside
+from unet3d.recomputing import fake_kernels, workspaces
+from unet3d.recomputing.compiler import TWO_PASS_WORK
+from unet3d.recomputing.fake_kernels import GradientSums
 from unet3d.recomputing.function import derived_tensors, tensors_of
-from unet3d.recomputing.gradient_sums import GradientSums
 from unet3d.recomputing.graph import Value
-from unet3d.recomputing.instructions import Place, Target
+from unet3d.recomputing.instructions import Place, Target, Workspace
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.run import Pass
+from unet3d.recomputing.run import Executor
 from unet3d.recomputing.state import State
 from unet3d.recomputing.tiles import MapPlan
 from unet3d.recomputing.trace import attributes_stay, silence
@@ -85,7 +84,7 @@ class PeakBytes(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation gives for real tensors."""
-        result = meta_kernels.run(func, args, kwargs)
+        result = fake_kernels.run(func, args, kwargs)
         if func is BATCH_NORM_BACKWARD and not args[-1][0]:
             return None, *result[1:]  # a fake one is made, a real one is not
         if func is LAYER_NORM_BACKWARD and result[0] is not None:
@@ -223,9 +222,9 @@ def fixed_bytes(tensors: Mapping[str, Tensor], image: Tensor) -> int:
 class Scratch(NamedTuple):
     """Bytes beside maps and all gradients, in the instructions of one map."""
 
-    beside: Beside
-    through: Beside  # the same, of rows in passing in place of maps that are made from the image
-    complete: int  # its gradient, by what its statistics give
+    workspace: Workspace
+    streamed: Workspace  # the same, with cheap stems streamed
+    norm_backward: int  # its gradient, by what its statistics give
 
 
 def scratch_bytes(
@@ -242,12 +241,12 @@ def scratch_bytes(
             fake_weights[name] = fakes.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
         fake_weights = derived_tensors(program.maps, fake_weights)
         state = State(program.maps.axis, dtype, fake_weights, program.on_cpu)
-        run = Pass(_shortened(program), state, autocast, device)
+        run = Executor(_shortened(program), state, autocast, device)
         with torch.no_grad():
             if not program.on_cpu:
                 state.convert(program.maps.converted_weights)
             meter = _Meter(program, run, dtype, device)
-            made = [meter.make(map_) for map_ in program.maps.maps]
+            made = [meter.compute(map_) for map_ in program.maps.maps]
             return [meter.scratch(map_, of_make) for map_, of_make in zip(program.maps.maps, made, strict=True)]
 
 
@@ -260,9 +259,9 @@ def _shortened(program: Program) -> Program:
             short.spans[map_.index] = [*parts[:2], *parts[-2:]] if len(parts) > 4 else parts
             continue
         short.plans[map_.index, (), None] = _shortened_plan(program.plan(map_))
-        passing = passing_sources(program, map_)
-        if passing:
-            short.plans[map_.index, passing, None] = _shortened_plan(program.plan(map_, passing))
+        stems = streamable_sources(program, map_)
+        if stems:
+            short.plans[map_.index, stems, None] = _shortened_plan(program.plan(map_, stems))
     return short
 
 
@@ -272,21 +271,21 @@ def _shortened_plan(plan: MapPlan) -> MapPlan:
     return replace(plan, tiles=[*plan.tiles[:2], *plan.tiles[-2:]])
 
 
-def passing_sources(program: Program, map_: Map) -> tuple[Value, ...]:
-    """Return the sources of a map that are made from the image, and can be in passing."""
-    passing = []
+def streamable_sources(program: Program, map_: Map) -> tuple[Value, ...]:
+    """Return the sources of a map that are made from the image, and can be streamed."""
+    stems = []
     for other in program.maps.maps:
         if other.value in map_.sources and other.sources == (program.maps.graph.image,):
-            passing.append(other)
-    if any(other.rule is None for other in (map_, *passing)):
+            stems.append(other)
+    if any(other.rule is None for other in (map_, *stems)):
         return ()
-    return tuple(other.value for other in passing)
+    return tuple(other.value for other in stems)
 
 
 class _Meter:
     """Carries out one instruction at a time and counts its bytes."""
 
-    def __init__(self, program: Program, run: Pass, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, program: Program, run: Executor, dtype: torch.dtype, device: torch.device) -> None:
         self.program = program
         self.run = run
         self.short = run.program
@@ -297,56 +296,61 @@ class _Meter:
         self.given: set[int] = set()  # storages that are not counted
 
     def scratch(self, map_: Map, of_make: int) -> Scratch:
-        """Return the bytes of all instructions of a map; those of `make` are known."""
-        beside = Beside(of_make, self.send(map_), self.send_twice(map_), self.complete_rows(map_))
-        passing = passing_sources(self.program, map_)
-        through = beside
-        if passing:
+        """Return the bytes of all instructions of a map; those of `compute` are known."""
+        workspace = Workspace(
+            compute=of_make,
+            backward=self.backward(map_),
+            backward_two_pass=self.backward_two_pass(map_),
+            norm_backward_tiled=self.norm_backward_tiled(map_),
+        )
+        stems = streamable_sources(self.program, map_)
+        streamed = workspace
+        if stems:
             reads = self.program.plan(map_).reads
-            read = tuple(value for value in passing if value in reads)
-            through = Beside(
-                make=max(of_make, self.make(map_, passing)),
-                send=self.send(map_, read),
-                send_twice=self.send_twice(map_, read),
-                complete_rows=self.complete_rows(map_, passing),
+            read = tuple(value for value in stems if value in reads)
+            streamed = Workspace(
+                compute=max(of_make, self.compute(map_, stems)),
+                backward=self.backward(map_, read),
+                backward_two_pass=self.backward_two_pass(map_, read),
+                norm_backward_tiled=self.norm_backward_tiled(map_, stems),
             )
-        return Scratch(beside, through, self.complete(map_))
+        return Scratch(workspace, streamed, self.norm_backward(map_))
 
-    def make(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
-        """Return the bytes beside the map while it is made; `through`: sources that are in passing."""
-        self._provide(map_, through)
+    def compute(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
+        """Return the bytes beside the map while it is made; `streamed`: sources computed tile by tile, not stored."""
+        self._provide(map_, streamed)
         with self.count:
-            self.run._make(map_, None, through)
+            self.run._compute(map_, None, streamed)
         own = self.run.maps[map_.value].untyped_storage().nbytes()
         self._forget()
         return max(0, self.count.peak - own)
 
-    def send(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
+    def backward(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
         """Return the bytes beside maps and gradients while the gradient of a map is sent."""
         if map_.value not in self.run.program.wanted:
             return 0
-        self._provide(map_, through)
+        self._provide(map_, streamed)
         self._provide_gradient(map_)
         with self.count:
-            self.run._send(map_, [Target(index, "new") for index in self._wanted(map_)], through)
+            self.run._backward(map_, [Target(index, "new") for index in self._wanted(map_)], streamed)
         return self._rest()
 
-    def send_twice(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
+    def backward_two_pass(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
         """Return the same where the gradient of a normalised source is written over the source, at most."""
         most = 0
-        if map_.rule is None or map_.operations > TWICE * self.operations:
+        if map_.rule is None or map_.operations > TWO_PASS_WORK * self.operations:
             return most
         # With tiles left out, the rows between them would count as rows that no tile reads, and be completed at once.
         self.run.program = self.program
         for index in self._wanted(map_):
             source = self.run.by_index[index]
-            if not source.norms or source.value in through:
+            if not source.norms or source.value in streamed:
                 continue
-            self._provide(map_, through)
+            self._provide(map_, streamed)
             self._provide_gradient(map_)
             others = self._others(map_, index)
             with self.count:
-                self.run._send_twice(map_, [*others, Target(index, "map")], through)
+                self.run._backward_two_pass(map_, [*others, Target(index, "map")], streamed)
             most = max(most, self._rest())
         self.run.program = self.short
         return most
@@ -365,7 +369,7 @@ class _Meter:
                 others.append(Target(other, "new"))
         return others
 
-    def complete(self, map_: Map) -> int:
+    def norm_backward(self, map_: Map) -> int:
         """Return the bytes beside the map and its gradient while what statistics give is added to it."""
         if not self._is_completed(map_):
             return 0
@@ -374,18 +378,18 @@ class _Meter:
         self._give(self.run.maps[map_.value])
         self._provide_sums(map_)
         with self.count:
-            self.run._complete(map_)
+            self.run._norm_backward(map_)
         self.run.gradients.clear()
         return self._rest()
 
-    def complete_rows(self, map_: Map, through: tuple[Value, ...] = ()) -> int:
+    def norm_backward_tiled(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
         """Return the same where rows of the map are made meanwhile."""
         if map_.rule is None or not self._is_completed(map_):
             return 0
-        self._provide(map_, through)
+        self._provide(map_, streamed)
         self._provide_sums(map_)
         with self.count:
-            self.run._complete_rows(map_, through)
+            self.run._norm_backward_tiled(map_, streamed)
         self.run.gradients.clear()
         return self._rest()
 
@@ -432,11 +436,11 @@ class _Meter:
         self._forget()
         return max(0, self.count.peak - own)
 
-    def _provide(self, map_: Map, through: tuple[Value, ...] = ()) -> None:
+    def _provide(self, map_: Map, streamed: tuple[Value, ...] = ()) -> None:
         """Put the sources there, and let views of weights be no tensors of their own."""
         self.count.reset()
-        if through:
-            map_ = self.program.maps.through(map_, frozenset(through))
+        if streamed:
+            map_ = self.program.maps.streaming(map_, frozenset(streamed))
         self.count.adopt(*(self.run.state.weights[name] for name in map_.weights))
         known = {other.value: other for other in self.run.by_index}
         for source in map_.sources:

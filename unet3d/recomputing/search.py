@@ -14,19 +14,144 @@ helps most.
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from unet3d.base import signals
-from unet3d.recomputing.changes import Changes, Flip, Table, flip
-from unet3d.recomputing.costs import Sizes
-from unet3d.recomputing.schedule import Passes, Peak, Schedule
-from unet3d.recomputing.stages import mask_of
+from unet3d.recomputing.instructions import Sizes, mask_of
+from unet3d.recomputing.schedule import Peak, Schedule, StageCache
+
+Table = list[int]  # for each stage, the maps that stay after it, bit i for map i
+Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
+AT_PEAK = 0.5  # of the changes: less stays where the peak is
+FIRST_GAP = slice(0, 1)  # after the forward pass
+LAST_GAP = slice(-1, None)
+ALL_GAPS = slice(None)
+
+
+def flip(table: Table, flips: Sequence[Flip]) -> None:
+    """Change whether maps stay, each after one stage."""
+    for stage, index in flips:
+        table[stage] ^= 1 << index
+
+
+class Changes:
+    """Changes of a table, drawn at random."""
+
+    def __init__(self, sizes: Sizes, draw: random.Random) -> None:
+        self.count = sizes.count
+        self.draw = draw
+        self.gaps = [_gaps(sizes, index) for index in range(sizes.count)]
+        self.neighbours = [(*sizes.sources[index], *sizes.users[index]) for index in range(sizes.count)]
+
+    def of(self, table: Table, peak: Peak) -> list[Flip]:
+        """Return the stages and maps of one change."""
+        if peak.maps and self.draw.random() < AT_PEAK:
+            return self._at_peak(table, peak)
+        kind = self.draw.random()
+        if kind < 0.45:
+            return self._between_uses(table)
+        if kind < 0.6:
+            flips = {*self._between_uses(table), *self._between_uses(table)}
+            return sorted(flips)
+        if kind < 0.75:
+            return self._of_neighbours(table)
+        if kind < 0.9:
+            return self._over_stages(table)
+        stage = self.draw.randrange(self.count + 1)
+        index = self.draw.randrange(self.count)
+        return [(stage, index)]
+
+    def _between_uses(self, table: Table) -> list[Flip]:
+        """Let a map stay, or not, from one use of it to the next."""
+        index = self.draw.randrange(self.count)
+        gap = self.draw.choice(self.gaps[index])
+        stays = _stays(table, index, gap[-1])
+        return _flips(table, index, gap, not stays)
+
+    def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
+        """Let a map that is there at the peak stay no longer, and perhaps one that it is made from, or a reader."""
+        index = self.draw.choice(peak.maps)
+        stages = range(peak.stage, peak.stage + 1)
+        if self.draw.random() < 0.8:
+            stages = next((gap for gap in self.gaps[index] if peak.stage in gap), stages)
+        flips = set(_flips(table, index, stages, False))
+        kind = self.draw.random()
+        if kind < 0.3:
+            flips ^= set(self._between_uses(table))
+        elif kind < 0.7 and self.neighbours[index]:
+            other = self.draw.choice(self.neighbours[index])
+            flips |= set(_flips(table, other, stages, True))
+        return sorted(flips)
+
+    def all_at_peak(self, table: Table, peak: Peak) -> Iterator[list[Flip]]:
+        """Yield the changes that give up a map that is there at the peak, also for one beside it."""
+        for index in peak.maps:
+            for gap in self.gaps[index]:
+                if peak.stage not in gap:
+                    continue
+                for stages in (gap, range(peak.stage, peak.stage + 1)):
+                    flips = _flips(table, index, stages, False)
+                    if flips:
+                        yield flips
+                for other in self.neighbours[index]:
+                    yield sorted({*_flips(table, index, gap, False), *_flips(table, other, gap, True)})
+
+    def _of_neighbours(self, table: Table) -> list[Flip]:
+        """Let several maps in a row stay, or not, from the forward pass on, or until their last use, or throughout."""
+        first = self.draw.randrange(self.count)
+        most = max(2, self.count // 4)
+        number = 1 + self.draw.randrange(most)
+        end = min(self.count, first + number)
+        stays = self.draw.random() < 0.5
+        which = self.draw.choice((FIRST_GAP, LAST_GAP, ALL_GAPS))
+        flips = []
+        for index in range(first, end):
+            for gap in self.gaps[index][which]:
+                flips += _flips(table, index, gap, stays)
+        return flips
+
+    def _over_stages(self, table: Table) -> list[Flip]:
+        """Let a map stay, or not, over some stages."""
+        index = self.draw.randrange(self.count)
+        first = self.draw.randrange(self.count + 1)
+        last = self.draw.randrange(first, self.count + 1)
+        stays = self.draw.random() < 0.5
+        stages = range(first, last + 1)
+        return _flips(table, index, stages, stays)
+
+
+def _flips(table: Table, index: int, stages: range, stays: bool) -> list[Flip]:
+    """Return the flips after which a map stays, or does not, after each of these stages."""
+    flips = []
+    for stage in stages:
+        if _stays(table, index, stage) != stays:
+            flips.append((stage, index))
+    return flips
+
+
+def _stays(table: Table, index: int, stage: int) -> bool:
+    """Return whether a map stays after a stage."""
+    return bool(table[stage] >> index & 1)
+
+
+def _gaps(sizes: Sizes, index: int) -> list[range]:
+    """Return the stages between one use of a map and the next, from the forward pass on."""
+    uses = [sizes.count, *reversed(sizes.users[index])]
+    if sizes.is_normalised[index]:
+        uses.append(index)
+    gaps = []
+    for before, after in pairwise(uses):
+        if after < before:
+            gaps.append(range(after + 1, before + 1))
+    if not gaps:
+        gaps.append(range(index + 1, sizes.count + 1))
+    return gaps
+
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes, exceeded by LITTLE_WORK
 LITTLE_WORK = 0.14  # forward passes: small convolutions, sums
 MOST_WORK = 2.2  # forward passes in all; beyond, memory falls by little
-WORTH_FOR_LEAN = 1.3  # 1 % of a forward pass less is as good as so many % of memory less
-WORTH_FOR_TILES = 0.1
 TRIES = 3000  # tables, for each limit
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
@@ -47,7 +172,7 @@ class Front:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.passes = Passes(sizes)
+        self.stages = StageCache(sizes)
         self.points: dict[tuple[int, float], Packed] = {}
 
     def add(self, peak: int, work: float, table: Table) -> None:
@@ -66,7 +191,7 @@ class Front:
     def schedules(self) -> list[Schedule]:
         """Return the schedules, from the most bytes to the least."""
         ordered = sorted(self.points, reverse=True)
-        return [self.passes.schedule(self.points[point]) for point in ordered]
+        return [self.stages.schedule(self.points[point]) for point in ordered]
 
 
 def front(sizes: Sizes) -> list[Schedule]:
@@ -76,7 +201,7 @@ def front(sizes: Sizes) -> list[Schedule]:
     tries = min(TRIES, tries)
     starts: dict[float, Table] = {}  # by their scores
     for table in _starts(sizes):
-        peak = best.passes.peak(table)
+        peak = best.stages.peak(table)
         best.add(peak.bytes, peak.work, table)
         starts.setdefault(_score(peak, LIMITS[-1], max(sizes.bytes)), table)
     for score in sorted(starts)[:DESCENTS]:
@@ -88,45 +213,6 @@ def front(sizes: Sizes) -> list[Schedule]:
         other = _improve(best, _elsewhere(best, limit), limit, tries // ROUNDS, draw)
         _improve(best, min(least, other, key=_scored).table, limit, tries // ROUNDS, draw)
     return best.schedules()
-
-
-def leanest(schedules: Sequence[Schedule], plain: float = math.inf) -> Schedule:
-    """Return the schedule that weighs memory and work best, of those with little more than the least work.
-
-    Where that needs no less than the `plain` pass (bytes without weights and image), twice as much more work may be
-    taken for one that does.
-    """
-    least_work = min(schedule.work for schedule in schedules)
-    best = _best(schedules, least_work + LITTLE_WORK, WORTH_FOR_LEAN)
-    if best.peak_bytes < plain:
-        return best
-    most_work = least_work + 2 * LITTLE_WORK
-    saving = [schedule for schedule in schedules if schedule.peak_bytes < plain and schedule.work <= most_work]
-    return _best(saving or [best], most_work, WORTH_FOR_LEAN)
-
-
-def smallest(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule of bearable work that needs least memory, or hardly more at much less work."""
-    return _best(schedules, MOST_WORK, WORTH_FOR_TILES)
-
-
-def least_memory(schedules: Sequence[Schedule]) -> Schedule:
-    """Return the schedule of least memory, whatever its work."""
-    return min(schedules, key=_memory)
-
-
-def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Schedule:
-    """Return the schedule that weighs memory and work best, of those of at most that work if there are any."""
-
-    def cost(schedule: Schedule) -> float:
-        return math.log(schedule.peak_bytes) + worth * schedule.work
-
-    bearable = [schedule for schedule in schedules if schedule.work <= most_work]
-    return min(bearable or schedules, key=cost)
-
-
-def _memory(schedule: Schedule) -> int:
-    return schedule.peak_bytes
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
@@ -189,13 +275,13 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
     changes = Changes(sizes, draw)
     largest = max(sizes.bytes)
     table = list(first)
-    peak = best.passes.peak(table)
+    peak = best.stages.peak(table)
     score = _score(peak, limit, largest)
     least = _Scored(score, first)
     for number in range(tries):
         flips = changes.of(table, peak)
         flip(table, flips)
-        new_peak = best.passes.peak(table)
+        new_peak = best.stages.peak(table)
         new_score = _score(new_peak, limit, largest)
         worse = new_score - score
         temperature = HEAT * largest * (1 - number / tries)
@@ -215,13 +301,13 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
     sizes = best.sizes
     changes = Changes(sizes, random.Random(0))
     largest = max(sizes.bytes)
-    peak = best.passes.peak(table)
+    peak = best.stages.peak(table)
     least = _score(peak, limit, largest)
     while tries > 0:
         best_flips: Sequence[Flip] = ()
         for flips in changes.all_at_peak(table, peak):
             flip(table, flips)
-            new_peak = best.passes.peak(table)
+            new_peak = best.stages.peak(table)
             best.add(new_peak.bytes, new_peak.work, table)
             score = _score(new_peak, limit, largest)
             flip(table, flips)
@@ -232,7 +318,7 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
         if not best_flips:
             return
         flip(table, best_flips)
-        peak = best.passes.peak(table)
+        peak = best.stages.peak(table)
 
 
 def _score(peak: Peak, limit: float, largest: int) -> float:

@@ -1,4 +1,4 @@
-"""Gradients of maps, tile by tile: what each tile sends to the sources is completed, and written where it belongs."""
+"""Maps and their gradients, written tile by tile where they belong, also over a source that the next tile reads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -6,15 +6,38 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unet3d.recomputing import normalisation
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Place, Target
 from unet3d.recomputing.maps import Map
-from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import Span
+from unet3d.recomputing.program import MapPlan, Program, TilePlan, reads_back
+from unet3d.recomputing.rules import Span, normalisation
 from unet3d.recomputing.state import State
-from unet3d.recomputing.tiles import MapPlan, RowGradient, make_rows, send_gradient
+from unet3d.recomputing.tiles import RowGradient, make_rows, send_gradient
 from unet3d.recomputing.whole import apart
+
+
+def make_into(
+    plan: MapPlan, target: Tensor, maps: Mapping[Value, Tensor], state: State, over: Value | None = None
+) -> None:
+    """Write a map into a target; `over`: the source whose memory that is."""
+    waits = over is not None and reads_back(plan.tiles, over)
+    before: tuple[TilePlan, Tensor] | None = None  # rows to be written once the tile behind them is made
+    for tile in plan.tiles:
+        rows = make_rows(plan, tile, maps, state)
+        if before is not None:
+            _write(target, *before, state.axis)
+        before = (tile, rows)
+        if not waits:
+            _write(target, *before, state.axis)
+            before = None
+        del rows
+    if before is not None:
+        _write(target, *before, state.axis)
+
+
+def _write(target: Tensor, tile: TilePlan, rows: Tensor, axis: int) -> None:
+    first, end = tile.span
+    target.narrow(axis, first, end - first).copy_(rows)
 
 
 class Sink:
@@ -113,7 +136,7 @@ class TileSender:
             for norm in map_.norms:
                 normalisation.complete(norm, part_of_raw, part, self.state)
 
-    def complete_rows(self, plan: MapPlan, gradient: Tensor) -> None:
+    def norm_backward_tiled(self, plan: MapPlan, gradient: Tensor) -> None:
         """Complete the gradient of a map that is not there: each tile's rows are made first."""
         for tile in plan.tiles:
             first, end = tile.span

@@ -2,9 +2,13 @@
 
 On the CPU a gradient of a weight is added as soon as it is there. On a GPU each call is a launch, for which it waits:
 there a tile's gradients are added together, and what is small is made once in a pass.
+
+An `Observer` of passes, which call no modules, learns here which layer an operation is of. Hooks and dispatch modes
+that are observers change nothing; where a network's own would be lost, others are refused.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,3 +152,19 @@ class State:
             for (weight, _), gradient in zip(of_weights, sums.split(lengths), strict=True):
                 self.add_gradient(weight, gradient)
         self.close_tile()
+
+
+class Observer:
+    """One who watches passes and changes nothing."""
+
+    def works_on(self, layer: str, is_backward: bool) -> AbstractContextManager[None]:
+        """Return the context of work on the map of a layer, by its module's path, or on the gradient of that map."""
+        return nullcontext()
+
+
+observer = Observer()
+
+
+def only_watches(hook: Callable[..., Any]) -> bool:
+    """Return whether a module's hook is an observer's."""
+    return isinstance(getattr(getattr(hook, "func", None), "__self__", None), Observer)

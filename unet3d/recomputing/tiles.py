@@ -1,128 +1,19 @@
-"""One map's rows, a tile at a time: made from the maps before it, and its gradient sent to them.
+"""One map's rows, a tile at a time: computed from the maps before it, and their gradient sent to them."""
 
-All rows that a tile needs are known before the first step: `TilePlan` has them for each value.
-"""
-
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import Tensor
 
-from unet3d.recomputing.convolution import Convolution
-from unet3d.recomputing.graph import DROPOUTS, Value
-from unet3d.recomputing.maps import Map
-from unet3d.recomputing.normalisation import NORMALISATIONS
+from unet3d.recomputing.graph import Value
+from unet3d.recomputing.program import MapPlan, TilePlan, read_by_gradient
 from unet3d.recomputing.rules import RULES, Span, Tile, Work
 from unet3d.recomputing.state import State
-
-MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
-
-
-@dataclass(frozen=True, eq=False)
-class TilePlan:
-    """A tile of a map: the rows of each value in passing and of each source."""
-
-    map: Map
-    axis: int
-    tiles: Mapping[Value, Tile]  # of values in passing
-    spans: Mapping[Value, Span]  # of sources, and of values in passing
-
-    @property
-    def span(self) -> Span:
-        """The rows of the map."""
-        return self.spans[self.map.value]
-
-
-@dataclass(frozen=True, eq=False)
-class MapPlan:
-    """All tiles of a map, and what backward needs to know of the values in passing."""
-
-    map: Map
-    tiles: Sequence[TilePlan]
-    wanted: frozenset[Value]  # values of which a gradient is needed
-    known: frozenset[Value]  # values in passing that backward has to make again
-    reads: frozenset[Value]  # sources that backward reads
-    ends: frozenset[Value]  # values in passing whose gradients go no further: they are maps elsewhere
-
-
-def plan_map(
-    map_: Map, axis: int, spans: Sequence[Span], wanted: frozenset[Value], ends: frozenset[Value] = frozenset()
-) -> MapPlan:
-    """Return a map's tiles of these rows."""
-    tiles = [plan_tile(map_, axis, span) for span in spans]
-    read = _read_in_backward(map_, wanted, ends)
-    return MapPlan(
-        map=map_,
-        tiles=tiles,
-        wanted=wanted,
-        known=read.intersection(map_.passing),
-        reads=read.intersection(map_.sources),
-        ends=ends,
-    )
-
-
-def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
-    """Return the rows of all values from which these rows are made."""
-    spans: dict[Value, Span] = {map_.value: span}
-    tiles: dict[Value, Tile] = {}
-    for value in reversed(map_.passing):
-        rows = RULES[value.op].rows(value, axis, spans[value])
-        tiles[value] = Tile(spans[value], rows)
-        for source, (low, high) in zip(value.inputs, rows, strict=True):
-            first, end = spans.get(source, (low, high))
-            spans[source] = (min(first, low), max(end, high))
-    return TilePlan(map_, axis, tiles, spans)
-
-
-def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
-    """Return the rows of each tile of a map: the largest value in passing has about `numbers` numbers."""
-    length = map_.value.shape[axis]
-    if length == 1:
-        return [(0, 1)]
-    largest = max(value.shape.numel() for value in (*map_.passing, *map_.sources) if len(value.shape) == 5)
-    if not on_cpu:
-        count = min(length, math.ceil(largest / numbers))
-    else:
-        weighted = [value for value in map_.passing if value.op not in DROPOUTS]
-        weights = [weight.shape.numel() for value in weighted for weight in value.weights()]
-        if largest <= max(weights, default=0):  # whose gradient would lie beside each tile but the first
-            numbers = largest
-        rows = max(1, round(numbers * length / largest))
-        count = math.ceil(length / rows)
-        for value in map_.passing:
-            rule = RULES[value.op]
-            if isinstance(rule, Convolution):
-                fewest = math.ceil(rule.fewest_rows(value, axis) * length / value.shape[axis])
-                if fewest <= MOST * rows:  # else a tile is convolved as two images
-                    count = min(count, max(1, length // fewest))
-    return list(pairwise(length * index // count for index in range(count + 1)))
-
-
-def _read_in_backward(map_: Map, wanted: frozenset[Value], ends: frozenset[Value]) -> frozenset[Value]:
-    """Return the values that gradients are computed from, and those from which rows among them are made."""
-    read: set[Value] = set()
-    for value in map_.passing:
-        if value in wanted and value not in ends:
-            read.update(_read_by_gradient(value))
-    for value in reversed(map_.passing):
-        if value in read:
-            read.update(value.inputs)
-    return frozenset(read)
-
-
-def _read_by_gradient(value: Value) -> Sequence[Value]:
-    """Return the values from which the gradient of an operation is computed."""
-    reads = RULES[value.op].reads
-    if reads == "result":
-        return [value]
-    return value.inputs if reads == "inputs" else []
 
 
 def make_rows(plan: MapPlan, tile: TilePlan, maps: Mapping[Value, Tensor], state: State) -> Tensor:
     """Return the rows of a tile."""
-    forward = _Forward(plan, tile, maps, state, plan.map.passing)
+    forward = _Forward(plan, tile, maps, state, plan.map.fused)
     forward.run()
     return forward.rows.pop(plan.map.value)
 
@@ -138,9 +29,9 @@ def send_gradient(
 ) -> list["RowGradient"]:
     """Return the gradients of the targets' rows; gradients of weights and sums are added to the state."""
     forward = _Forward(plan, tile, maps, state, plan.known)
-    for value in plan.map.passing:
+    for value in plan.map.fused:
         if value in plan.wanted and value not in plan.ends:
-            for known in _read_by_gradient(value):
+            for known in read_by_gradient(value):
                 forward.keep(known)
     forward.run()
     backward = _Backward(plan, tile, forward, state)
@@ -149,7 +40,7 @@ def send_gradient(
 
 
 class _Forward:
-    """Rows of values in passing, as long as something reads them."""
+    """Rows of fused values, as long as something reads them."""
 
     def __init__(
         self,
@@ -162,7 +53,7 @@ class _Forward:
         self.tile = tile
         self.maps = maps
         self.state = state
-        self.values = [value for value in plan.map.passing if value in set(values)]
+        self.values = [value for value in plan.map.fused if value in set(values)]
         self.sources = [maps[source] for source in plan.map.sources if source in maps]
         self.rows: dict[Value, Tensor] = {}
         self.readers: dict[Value, int] = {}
@@ -190,13 +81,13 @@ class _Forward:
         inputs = []
         for source, span in zip(value.inputs, tile.inputs, strict=True):
             rows = self.read(source, span)
-            if rows.is_floating_point() and value.op not in NORMALISATIONS:
+            if rows.is_floating_point() and not RULES[value.op].takes_statistics:
                 rows = rows.to(self.state.dtype)
             inputs.append(rows)
         return inputs
 
     def read(self, value: Value, span: Span) -> Tensor:
-        """Return rows of a map or of a value in passing."""
+        """Return rows of a map or of a fused value."""
         if value in self.rows:
             rows = self.rows[value]
             first = self.tile.spans[value][0]
@@ -235,7 +126,7 @@ class RowGradient:
 
 
 class _Backward:
-    """Gradients of rows of the values in passing and the sources of one tile."""
+    """Gradients of rows of the fused values and the sources of one tile."""
 
     def __init__(self, plan: MapPlan, tile: TilePlan, forward: _Forward, state: State) -> None:
         self.plan = plan
@@ -247,7 +138,7 @@ class _Backward:
     def run(self, gradient: Tensor, may_overwrite: bool) -> None:
         """Send a gradient of the map's rows down to the sources."""
         self.gradients[self.plan.map.value] = RowGradient(gradient, may_overwrite)
-        for value in reversed(self.plan.map.passing):
+        for value in reversed(self.plan.map.fused):
             if value in self.plan.wanted and value not in self.plan.ends:
                 self._send(value)
 
@@ -274,16 +165,15 @@ class _Backward:
         del known
         memory = of_result.rows.untyped_storage()._cdata
         shared = [g is not None and g.untyped_storage()._cdata == memory for g in gradients]
-        is_split = value.op in ("cat", "chunk", "split")
         for source, span, rows, is_shared in zip(value.inputs, tile.inputs, gradients, shared, strict=True):
             if rows is None or source not in self.plan.wanted:
                 continue
-            is_own = not is_shared or (of_result.is_own and (is_split or sum(shared) == 1))
+            is_own = not is_shared or (of_result.is_own and (rule.splits_gradient or sum(shared) == 1))
             self._add(source, span, rows, is_own)
 
     def _release(self, value: Value) -> None:
         """Forget rows that the gradient of this value alone was computed from."""
-        for known in _read_by_gradient(value):
+        for known in read_by_gradient(value):
             self.forward.release(known)
 
     def _add(self, value: Value, span: Span, rows: Tensor, is_own: bool) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from unet3d.recomputing.along import SIZED
-from unet3d.recomputing.derived import derive, names_read
-from unet3d.recomputing.graph import Value, Weight, has_gradients
+from unet3d.recomputing.graph import Value, Weight, derive, has_gradients, names_read
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.rules import Gradients, Span, State, call
 
@@ -45,7 +44,7 @@ def gradients_of_whole(
     weights = _weights(map_, state, bool(parts))
     for name in map_.weights:
         weights[name] = weights[name].detach().requires_grad_(weights[name].requires_grad)
-    inner = replace(state, weights=weights, updated=set(map_.passing))
+    inner = replace(state, weights=weights, updated=set(map_.fused))
     if not parts:
         return _gradients(map_, sources, gradient, state, inner, wanted)
     totals: list[Tensor | None] = [None for _ in sources]
@@ -136,7 +135,7 @@ def _run(map_: Map, sources: Sequence[Tensor], state: State, span: Span | None =
     tensors: dict[Value, Tensor] = dict(zip(map_.sources, sources, strict=True))
     weights = dict(state.weights)
     state = replace(state, weights=weights)
-    for value in map_.passing:
+    for value in map_.fused:
         missing = {weight.name for weight in value.weights()} - weights.keys()
         for steps in map_.derived:
             if any(derived.name in missing for derived in steps):

@@ -2,17 +2,16 @@
 
 In reading order:
 
+    job                 one training from its config to its report
     open_run            build all parts of a run, from its config and data
     run                 train, validate, save, stop in good order, finish
-    validator           score the held-out cases on all ranks
-    validation          score one case; label maps and their pictures
-    fingerprint         what a resumed run compares: cases, files, precision
-    training_state      state_dict and load_state_dict of a run
+    validation          score held-out cases, within a run on all ranks; label maps and their pictures
+    training_state      what checkpoints hold, which are kept; what a resumed run compares, and how it goes on
     checkpoint          the one reader of checkpoints, which checks what it read
-    checkpoint_manager  which checkpoints are kept; go on from the newest
     pretrained          `init=`: begin with the weights of another network
-    predict             trained networks on files
-    origins             predictions.jsonl: which network wrote which label map
+    predict             trained networks on files; `unet3d.load(...).segment(...)`
+    predicted_files     which files are cases; predictions.jsonl: which network wrote which label map
     publish             checkpoints for others: published, scored
-    api                 `unet3d.load(...).segment(...)`
+    cross_validation    the tables of a cross-validation, and its networks as one
+    run_folder          a run folder's files, which `record` reads for a report; `environment`: env.json
 """

@@ -21,8 +21,7 @@ from unet3d.base.types import Regions
 from unet3d.config import compose
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Data, Model, Optim
-from unet3d.data.intensity import Intensity, checked_intensity
-from unet3d.data.seen import Seen
+from unet3d.data.intensity import Intensity, Seen, checked_intensity
 from unet3d.training import checkpoint, optim
 
 Split = dict[str, Any]

@@ -1,18 +1,148 @@
-"""A finished cross-validation: its tables, its post-processing, and its networks published as one."""
+"""A finished cross-validation: its tables, its post-processing, and its networks published as one.
+
+Post-processing is chosen by out-of-fold cases: the largest component alone, of classes whose Dice it raises. To remove
+voxels of one class changes the Dice of no other, so that each class is decided for itself.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+
+from unet3d.base import progress
 from unet3d.base.errors import UserError
+from unet3d.base.files import read_yaml
+from unet3d.base.types import Table
+from unet3d.config import compose
+from unet3d.data.cases import Case, DatasetInfo, read_dataset
+from unet3d.data.labels import written_values
+from unet3d.data.restore import largest_components
+from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
 from unet3d.report import fold_tables
 from unet3d.report.compare import not_comparable
 from unet3d.report.fold_tables import Method
 from unet3d.report.methods import TITLE as METHODS
 from unet3d.report.methods import listed
-from unet3d.run.postprocess import TITLE, Gain, component_gains, gains_table
+from unet3d.report.scores import shown
 from unet3d.run.publish import publish
+from unet3d.run.record import read_run
+from unet3d.run.run_folder import is_done
+from unet3d.training.metrics import CaseScore, mean_of, score_case
 
 LAST = Path("checkpoints", "last.pt")  # the weights, or their average, that out-of-fold cases were scored with
+TITLE = "The largest component alone, by class: Dice of the out-of-fold cases, mean"
+HEADS = ("class", "cases", "changed", "as predicted", "largest component", "kept")
+DIGITS = 5
+
+
+class Gain(NamedTuple):
+    """What the largest component alone of a class does to the Dice of all out-of-fold cases."""
+
+    number: int  # of the class
+    name: str
+    cases: int  # with a Dice
+    changed: int  # of which the Dice is another
+    before: float | None  # mean Dice
+    after: float | None
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the mean Dice rises."""
+        return self.before is not None and self.after is not None and self.after > self.before
+
+
+class Fold(NamedTuple):
+    """A finished run, and the cases that it held out and wrote label maps of."""
+
+    folder: Path
+    dataset: DatasetInfo
+    held_out: tuple[Case, ...]
+    values: tuple[int, ...]  # of the classes in its label maps
+
+
+def read_fold(folder: Path) -> Fold:
+    """Return a fold from its run folder. Raises UserError where it is not finished, or the data are not there."""
+    values = read_yaml(folder / "config.yaml")
+    if not is_done(folder) or not isinstance(values, dict):
+        raise UserError(f"{folder}: this fold is not finished; go on with: python train.py resume={folder}")
+    options = compose.from_plain(values).data
+    if options.semi:
+        raise UserError(f"{folder}: data.semi holds out slices, whose components are none of volumes")
+    dataset = read_dataset(options)
+    cases = {case.id: case for case in dataset.cases if case.label is not None}
+    names = read_run(folder).split.get("val", [])
+    missing = [name for name in names if name not in cases]
+    if missing or not names:
+        what = f"no labelled case {missing[0]} in the data" if missing else "split.json names no case"
+        raise UserError(f"{folder}: {what}; give the data set that the run had")
+    held_out = tuple(cases[name] for name in names)
+    return Fold(folder, dataset, held_out, written_values(options, len(dataset.classes)))
+
+
+def component_gains(folders: Sequence[Path]) -> list[Gain]:
+    """Return the gain of each foreground class, by the label maps of these folds and the files' own labels.
+
+    Of regions none: they overlap, and a voxel that leaves one may still be in another. Raises UserError.
+    """
+    folds = [read_fold(folder) for folder in folders]
+    if any(fold.dataset.regions is not None for fold in folds):
+        return []
+    classes = folds[0].dataset.classes
+    if any(fold.dataset.classes != classes for fold in folds):
+        raise UserError(f"{folders[0]}: the folds have different classes; compare those of one data set")
+    pairs = [(fold, case) for fold in folds for case in fold.held_out]
+    scores = []
+    with progress.counting("removing components", len(pairs)) as counter:
+        for fold, case in pairs:
+            scores.append(_scores(fold, case))
+            counter.advance()
+    return [_gain(number, name, scores) for number, name in enumerate(classes) if number]
+
+
+def _scores(fold: Fold, case: Case) -> tuple[CaseScore, CaseScore]:
+    """Return the scores of a label map as it is, and of the largest components alone."""
+    path = fold.folder / "predictions" / f"{case.id}.nii.gz"
+    if not path.is_file():
+        raise UserError(f"{path}: no such label map; write it again: python train.py resume={fold.folder}")
+    dataset = fold.dataset
+    count = len(dataset.classes)
+    assert case.label is not None, case.id
+    truth, _ = read_label_map(case, case.label, LabelValues(count, dataset.ignore, dataset.relabel))
+    spacing = stored_spacing(case)
+    prediction, _ = read_label_map(case, path, LabelValues.written(fold.values))
+    cleaned = largest_components(prediction, range(1, count))
+    before = score_case(case.id, prediction, truth, count, spacing, dataset.ignore)
+    if np.array_equal(cleaned, prediction):
+        return before, before
+    return before, score_case(case.id, cleaned, truth, count, spacing, dataset.ignore)
+
+
+def _gain(number: int, name: str, scores: Sequence[tuple[CaseScore, CaseScore]]) -> Gain:
+    index = number - 1
+    before = [old.dice[index] for old, _ in scores]
+    after = [new.dice[index] for _, new in scores]
+    return Gain(
+        number,
+        name,
+        cases=sum(value is not None for value in before),
+        changed=sum(old != new for old, new in zip(before, after, strict=True)),
+        before=mean_of(before),
+        after=mean_of(after),
+    )
+
+
+def gains_table(gains: Sequence[Gain]) -> Table:
+    """Return one row per class as text."""
+    rows = []
+    for gain in gains:
+        means = [_shown(gain.before), _shown(gain.after)]
+        rows.append([gain.name, str(gain.cases), str(gain.changed), *means, "yes" if gain.is_kept else "no"])
+    return Table(list(HEADS), rows)
+
+
+def _shown(value: float | None) -> str:
+    return shown("dice", value) if value is None else f"{value:.{DIGITS}f}"
 
 
 def report(

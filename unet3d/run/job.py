@@ -12,8 +12,8 @@ from unet3d.config import compose, rules
 from unet3d.config.plan_file import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset
+from unet3d.data.check import mostly_padding, read_grids
 from unet3d.data.grids import Grid
-from unet3d.data.padding import mostly_padding, read_grids
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.splits import split
 from unet3d.memory import preflight
@@ -34,7 +34,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
     for line in rules.warnings(config):
         warn(line)
     ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
-    with switched(config), ranks.joined(build.device_type(config), config.rank_timeout):
+    with switched(config.cuda, config.deterministic), ranks.joined(build.device_type(config), config.rank_timeout):
         build.import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
         data = None if config.dry_run else prepare_data(config.data)
         if data is None:
@@ -72,7 +72,7 @@ def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
     grids: Sequence[Grid] = ()
     if config.resume is None and not ranks.RANK:
         grids = _listed_grids(config) if data is None else data.train_grids
-    advice = mostly_padding(config, grids)
+    advice = mostly_padding(config.model, config.data.patch, grids)
     if advice:
         warn(advice)
 

@@ -1,10 +1,9 @@
 """Everything that a run needs, built in order: the network and what updates it, its state, folder and loggers."""
 
 import functools
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,36 +12,25 @@ from unet3d import build
 from unet3d.base import ranks
 from unet3d.base.files import write_json
 from unet3d.base.signals import Stop
-from unet3d.config import rules
+from unet3d.config import compose, rules
 from unet3d.config.schema import Config, Model
 from unet3d.data.prepare import PreparedData
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
-from unet3d.memory.simulate import fitted
 from unet3d.model.unet import UNet3D
+from unet3d.recomputing.plans import Technique
 from unet3d.recomputing.prepare import retraced
 from unet3d.recomputing.program import Program
 from unet3d.report.loggers import Loggers, open_loggers
 from unet3d.report.terminal_logger import TerminalLogger
 from unet3d.run import run_folder
-from unet3d.run.checkpoint_manager import CheckpointManager
-from unet3d.run.fingerprint import fingerprint
+from unet3d.run.predict import fitted_predictor
 from unet3d.run.pretrained import PretrainedWeights
 from unet3d.run.run import Run
 from unet3d.run.run_folder import MemoryFile
-from unet3d.run.training_state import TrainingState, seed_per_rank
-from unet3d.run.validation import has_own_grids
+from unet3d.run.training_state import CheckpointManager, TrainingState, fingerprint, seed_per_rank
+from unet3d.run.validation import Validator, has_own_grids
 from unet3d.training import optim, switches
-from unet3d.training.inference import Predictor
-from unet3d.training.policy import Technique
 from unet3d.training.trainer import Learner, Trainer
-from unet3d.training.windows import free_bytes
-
-
-class Origin(NamedTuple):
-    """Starting point of a run: step 0, or its last checkpoint."""
-
-    step: int
-    last_validation: int  # its step
 
 
 def open_run(
@@ -57,19 +45,30 @@ def open_run(
     """Build a run that goes on from its last checkpoint with `config.resume`, or begins with `pretrained` weights."""
     device = build.device(config)
     learner = _learner(config, data, model_config, technique, pretrained, device)
-    predictor = _predictor(config, model_config, learner, device)
-    state = _training_state(config, model_config, data, learner)
-    checkpoints = CheckpointManager(
-        folder, lambda: state.state_dict(trainer.step, trainer.last_validation, checkpoints.best)
-    )
-    origin = _restore(config, checkpoints, state)
+    predictor = fitted_predictor(config, [learner.model], model_config, learner.policy, device)
+    rests_on = fingerprint(data, learner.policy.dtype)
+    parts = (learner.model, learner.optimizer, learner.scaler)
+    checkpoints = CheckpointManager(folder, TrainingState(config, model_config, rests_on, *parts, data.read.seen))
+    step, last_validation = 0, 0
+    if config.resume is None:
+        seed_per_rank(config.seed, 0)
+    else:
+        step, last_validation = checkpoints.restore()
     memory = ranks.on_rank0(lambda: MemoryFile(folder, is_resumed=config.resume is not None))
-    is_done = origin.step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
+    is_done = step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
     meter = open_meter(learner.model, learner.optimizer)
     loggers = Loggers([])
     if not is_done and ranks.RANK == 0:  # else its folder stays as it is
         loggers = _start_folder(config, folder, data, device, pretrained)
-    trainer = _trainer(config, learner, meter, loggers, origin)
+    trainer = Trainer(
+        learner,
+        learning_rate=functools.partial(optim.learning_rate, config.optim, config.steps),
+        clip=config.optim.clip,
+        mark=functools.partial(_mark, config, learner.model, meter),
+        log=loggers.scalars,
+        step=step,
+        last_validation=last_validation,
+    )
     return Run(
         config=config,
         folder=folder,
@@ -77,11 +76,12 @@ def open_run(
         model_config=model_config,
         stop=stop,
         trainer=trainer,
-        predictor=predictor,
+        validator=Validator(config, folder, data, learner.model, predictor, loggers, stop),
         checkpoints=checkpoints,
         meter=meter,
         loggers=loggers,
         memory=memory,
+        start_step=step,
         is_done=is_done,
     )
 
@@ -126,30 +126,6 @@ def _program_of(model: nn.Module, program: Program, autocast: torch.dtype | None
     return retraced(program, model, image, autocast)
 
 
-def _predictor(config: Config, model_config: Model, learner: Learner, device: torch.device) -> Predictor:
-    """Build the sliding window of validations; on a GPU of as many windows at once as fit."""
-    predictor = build.predictor(config, [learner.model], model_config, learner.policy)
-    if device.type == "cuda":
-        free = free_bytes(device) if config.inference.batch == "auto" else math.inf
-        predictor = fitted(predictor, free)
-    return predictor
-
-
-def _training_state(config: Config, model_config: Model, data: PreparedData, learner: Learner) -> TrainingState:
-    rests_on = fingerprint(data, learner.policy.dtype)
-    parts = (learner.model, learner.optimizer, learner.scaler)
-    return TrainingState(config, model_config, rests_on, *parts, data.read.seen)
-
-
-def _restore(config: Config, checkpoints: CheckpointManager, state: TrainingState) -> Origin:
-    """Go on from the last checkpoint if asked to."""
-    if config.resume is None:
-        seed_per_rank(config.seed, 0)
-        return Origin(0, 0)
-    step, last_validation = checkpoints.restore(state.load_state_dict)
-    return Origin(step, last_validation)
-
-
 def _start_folder(
     config: Config,
     folder: Path,
@@ -159,7 +135,7 @@ def _start_folder(
 ) -> Loggers:
     """Write what is known as a run begins or goes on; return its loggers."""
     record = pretrained.record() if pretrained is not None else None
-    run_folder.start_folder(folder, config, device, record)
+    run_folder.start_folder(folder, compose.to_yaml(config), device, config.resume is not None, record)
     split = {"train": data.train, "val": data.val}  # as data.split reads it
     parts: dict[str, Any] = {use: [case.id for case in cases] for use, cases in split.items()}
     write_json(folder / "split.json", parts | {"data": _about_data(data)})
@@ -180,24 +156,6 @@ def _about_data(data: PreparedData) -> dict[str, Any]:
         "intensity": [asdict(rule) for rule in data.read.intensity],
         "ignore": dataset.ignore,
     }
-
-
-def _trainer(
-    config: Config,
-    learner: Learner,
-    meter: LedgerMeter,
-    loggers: Loggers,
-    origin: Origin,
-) -> Trainer:
-    return Trainer(
-        learner,
-        learning_rate=functools.partial(optim.learning_rate, config.optim, config.steps),
-        clip=config.optim.clip,
-        mark=functools.partial(_mark, config, learner.model, meter),
-        log=loggers.scalars,
-        step=origin.step,
-        last_validation=origin.last_validation,
-    )
 
 
 def _mark(config: Config, model: nn.Module, meter: LedgerMeter, phase: str) -> None:

@@ -1,40 +1,42 @@
-"""A trained network applied to files: NIfTI in, label maps out on each input's own grid."""
+"""A trained network applied to files and arrays: images in, label maps out on each input's own grid.
+
+`unet3d.load("net.pt").segment(image)` is for Python, `Segmenter.to_file` for the command predict.
+"""
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from unet3d import build
 from unet3d.base.errors import UserError, warn
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
-from unet3d.config.schema import Config
+from unet3d.config.schema import LAYOUTS, Config, Model
 from unet3d.data.cases import Case
-from unet3d.data.components import largest_components
-from unet3d.data.file_names import backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
-from unet3d.data.forms import in_one_line
-from unet3d.data.grids import Grid, contradictions, foreign_units
-from unet3d.data.headers import doubtful_places
-from unet3d.data.image_files import ImageFiles
-from unet3d.data.intensity import Intensity, normalise
+from unet3d.data.grids import Grid
+from unet3d.data.in_memory import ImageLike, Probabilities, are_paths, returned, temporary_case
+from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
-from unet3d.data.nifti import STRICT, ValidationRules, channels, open_image, stem
-from unet3d.data.nifti_write import save_labels, saving_scores
-from unet3d.data.restore import ProbabilityMaps, to_original
-from unet3d.data.seen import Seen
-from unet3d.data.volume import Volume, read_volume, with_values
-from unet3d.memory.simulate import fitted, largest_map
+from unet3d.data.nifti import STRICT, ValidationRules
+from unet3d.data.restore import ProbabilityMaps, largest_components, save_labels, saving_scores, to_original
+from unet3d.data.scan import ImageFiles
+from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
+from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
+from unet3d.run.predicted_files import doubtful_places_in
 from unet3d.training import switches
 from unet3d.training.inference import Predictor
+from unet3d.training.policy import MemoryPolicy
 from unet3d.training.windows import free_bytes
 
 
@@ -53,7 +55,7 @@ class Segmenter:
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
     kept: str = ""  # their names
     seen: Seen | None = None  # what the training cases were like
-    origin: dict[str, Any] = dataclasses.field(default_factory=dict)  # a digest, and options that change label maps
+    origin: dict[str, Any] = field(default_factory=dict)  # a digest, and options that change label maps
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
         """Segment one case; write class probabilities to `scores`. Return the case on the network's grid.
@@ -88,7 +90,7 @@ class Segmenter:
         return with_values(largest_components(labels, self.largest), self.values)
 
     def _read(self, case: Case) -> Volume:
-        volume = read_volume(case._replace(label=None), 0, None, self.spacing, self.rules)
+        volume = read_volume(case._replace(label=None), LabelValues(0), self.spacing, self.rules)
         count = len(volume.image)
         expected = len(self.intensity)
         if count != expected:
@@ -174,26 +176,25 @@ def segmenter(
     with _named_as(given):
         config = _inference_config(trained.config, device, given)
     _warn_of_idle_arguments(config, given)
+    with _named_as(given):
+        predictor = _predictor(trained, config)
+    if trained.regions is None:
+        written = written_words(config.data, trained.classes)
+    else:
+        written = region_words(config.data, trained.classes, trained.regions)
     return Segmenter(
-        predictor=_predictor(trained, config, given),
+        predictor,
         intensity=trained.intensity,
         spacing=config.data.spacing,
         rules=ValidationRules.of(config.data),
         affine=config.data.affine,
-        by_channel=config.data.format == "nnunet",
+        by_channel=LAYOUTS[config.data.format].get("by_channel", False),
         values=written_values(config.data, trained.label_count),
-        written=_written(config, trained),
+        written=written,
         largest=trained.largest,
         kept=", ".join(trained.classes[number] for number in trained.largest),
         seen=trained.seen,
     )
-
-
-def _written(config: Config, trained: TrainedNetworks) -> str:
-    """Return what the values in label maps are, in words."""
-    if trained.regions is None:
-        return written_words(config.data, trained.classes)
-    return region_words(config.data, trained.classes, trained.regions)
 
 
 def _inference_config(trained: Config, device: str, given: dict[str, Any]) -> Config:
@@ -212,20 +213,31 @@ def _warn_of_idle_arguments(config: Config, given: dict[str, Any]) -> None:
         warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
 
 
-def _predictor(trained: TrainedNetworks, config: Config, given: Iterable[str]) -> Predictor:
+def _predictor(trained: TrainedNetworks, config: Config) -> Predictor:
     """Build the networks on the device of `config`. Raises CheckpointError, UserError."""
     device = build.device(config)
     policy = build.policy(config, device.type)
     networks = [policy.formatted(network) for network in trained.instantiate(device)]
-    with _named_as(given):
-        predictor = build.predictor(config, networks, config.model, policy)
+    predictor = fitted_predictor(config, networks, config.model, policy, device)
     if device.type == "cuda":
-        free = free_bytes(device) if config.inference.batch == "auto" else math.inf
-        predictor = fitted(predictor, free)
         warning = switches.cudnn_warning(policy.dtype, partial(largest_map, predictor))
         if warning is not None:
             warn(warning)
     return predictor
+
+
+def fitted_predictor(
+    config: Config,
+    networks: Sequence[nn.Module],
+    model_config: Model,
+    policy: MemoryPolicy,
+    device: torch.device,
+) -> Predictor:
+    """Return the sliding window of these networks; on a GPU, with `auto`, of as many windows at once as fit."""
+    predictor = build.predictor(config, networks, model_config, policy)
+    if device.type != "cuda":
+        return predictor
+    return fitted(predictor, free_bytes(device) if config.inference.batch == "auto" else math.inf)
 
 
 @contextmanager
@@ -241,116 +253,101 @@ def _named_as(given: Iterable[str]) -> Iterator[None]:
         raise
 
 
-def accepted_contradictions(case: Case) -> list[str]:
-    """Return what is odd in a case and accepted by the checkpoint's options, as in training: one line each.
+class MeanOfLogits(nn.Module):
+    """Several networks as one, which gives the mean of their logits; of regions, the logit of mean probabilities."""
 
-    These are contradictions between its files, and lengths that are not in mm.
+    def __init__(self, networks: Sequence[nn.Module], has_regions: bool = False) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.has_regions = has_regions
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return mean logits N K D H W of images N C D H W."""
+        first, *others = self.networks
+        total = self._averaged(first(image))
+        for network in others:
+            total = total + self._averaged(network(image))
+        mean: Tensor = total / len(self.networks)
+        return mean.logit() if self.has_regions else mean
+
+    def _averaged(self, logits: Tensor) -> Tensor:
+        """Return what the mean is of."""
+        return logits.sigmoid() if self.has_regions else logits
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network and how images are prepared for it. `classes` are its labels' names, background first."""
+
+    classes: tuple[str, ...]
+    channels: tuple[str, ...]
+    segmenter: Segmenter = field(repr=False)  # with all layers
+
+    @cached_property
+    def module(self) -> Any:
+        """The torch module: normalised images N C D H W in, logits N K D H W out; of several networks, their mean."""
+        networks = self.segmenter.predictor.models
+        if len(networks) == 1:
+            return networks[0]
+        return MeanOfLogits(networks, self.segmenter.regions is not None).eval()
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The value of each class in label maps: the files' own, where data.label_map made the class of one label.
+
+        Of regions, what each is drawn as, later ones over earlier ones.
+        """
+        regions = self.segmenter.regions
+        if regions is None:
+            return self.segmenter.values or tuple(range(len(self.classes)))
+        of_labels = self.segmenter.values or tuple(range(regions.label_count))
+        return tuple(of_labels[label] for label in (0, *regions.drawn))
+
+    def segment(
+        self,
+        image: ImageLike,
+        spacing: Sequence[float] | None = None,
+        affine: np.ndarray | Sequence[Sequence[float]] | None = None,
+        probabilities: bool = False,
+    ) -> Any:
+        """Return the labels of an image, on its own grid; with `probabilities`, labels and all classes' probabilities.
+
+        `image`: an array X Y Z or C X Y Z, with its `affine` (4 x 4, from voxels to mm, as nibabel's), or with its
+        `spacing` (mm) if its axes run right, anterior, superior; or an image of nibabel; or the path of a NIfTI file,
+        or a list of one file or image a channel. An array gives an array of uint8 or uint16, everything else an image
+        of nibabel; X Y Z 1 counts as X Y Z. They equal what `python -m unet3d predict` writes for the same voxels, with
+        the same `values`. Probabilities are float32, K X Y Z of an array, else an image X Y Z K: 4 bytes of memory per
+        voxel and class. Of regions there are as many, none of the background. Where an image is far from those of
+        training, a line on stderr says so. Raises UserError.
+        """
+        with temporary_case(image, spacing, affine, len(self.channels)) as of_files:
+            case = of_files._replace(affine=self.segmenter.affine)
+            for line in doubtful_places_in([case]):
+                warn(line if are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
+            scores = Probabilities(case) if probabilities else None
+            labels = returned(image, self.segmenter.labels(case, scores), case)
+            if scores is None:
+                return labels
+            return labels, scores.returned(image)
+
+
+def load(
+    path: str | PathLike[str],
+    device: str = "auto",
+    mirror: bool | None = None,
+    model: str | None = None,
+    batch: int | str | None = None,
+    overlap: float | None = None,
+) -> Network:
+    """Return the network of a run's checkpoint, or of a published file.
+
+    `device`: auto, cpu or cuda. `mirror`: average over mirrorings; None: as in validation. `model`: package.module:name
+    of your own network, where the file holds one. `batch`: windows in a forward pass, or auto; `overlap`: least share
+    of a window that its neighbour covers too, 0 to 0.9; None: as in validation. No code is taken from the file. Raises
+    CheckpointError, UserError.
     """
-    opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    errors = (*contradictions(case, opened), *foreign_units(case, opened))
-    return [str(error) for error in errors]
-
-
-def doubtful_places_in(cases: Iterable[Case]) -> list[str]:
-    """Return a line for all files that state two voxel sizes, if there are any; unreadable ones are reported later."""
-    lines = list[str]()
-    for case in cases:
-        with suppress(UserError):
-            lines += doubtful_places(case, {path: open_image(case.id, path, case.affine) for path in case.images})
-    return in_one_line(lines, "data.affine of training decides; write the true size into the headers")
-
-
-def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Return the files, also the NIfTI files of folders; and a line for each input that is neither.
-
-    Raises UserError where there is no file.
-    """
-    files: list[Path] = []
-    problems: list[str] = []
-    for path in inputs:
-        try:
-            if path.is_file():
-                files.append(path)
-            elif path.is_dir():
-                files += volumes_in(path)
-            elif path.exists():
-                problems.append(f"{path}: neither file nor folder")
-            else:
-                problems.append(f"{path}: no such file or folder{backslashes(path)}")
-        except OSError as error:
-            problems.append(f"{path}: cannot be read ({error.strerror})")
-    if not files and not problems:
-        unread = other_volumes(inputs)
-        remedy = f"; {unread}" if unread else ""
-        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}{remedy}")
-    return files, problems
-
-
-def find_cases(
-    inputs: Sequence[Path],
-    count: int,
-    by_channel: bool = False,
-    shard: tuple[int, int] = (0, 1),
-    affine: str = "auto",
-) -> tuple[list[Case], list[str]]:
-    """Return the files, also the NIfTI files of folders, as cases of `count` channels, and a line for each problem.
-
-    A case has one file with all channels, or one for each, named `_0000`, `_0001` .. Of a `shard` (i, n) every n-th
-    case by name, from the i-th on: the n shards are disjoint and hold all cases. `affine` is data.affine of training.
-    """
-    files_of: dict[str, list[Path]] = {}
-    files, problems = files_in(inputs)
-    unread = other_volumes([path for path in inputs if path.is_dir()])
-    if unread:
-        warn(unread)
-    for file in files:
-        files_of.setdefault(_case_name(file, count, by_channel, affine), []).append(file)
-    index, shards = shard
-    cases = []
-    for name in sorted(files_of)[index::shards]:
-        try:
-            cases.append(_case(name, files_of[name], count)._replace(affine=affine))
-        except UserError as error:
-            problems.append(str(error))
-    return cases, problems
-
-
-def _case_name(file: Path, count: int, by_channel: bool, affine: str) -> str:
-    """Return the name of the case that a file belongs to, for a network of `count` channels."""
-    name = stem(file)
-    if count == 1:
-        return name.removesuffix("_0000") if by_channel else name
-    return name if _is_whole(file, count, affine) else without_channel(name)
-
-
-def _case(name: str, files: Sequence[Path], count: int) -> Case:
-    """Return the files of one name as a case. Raises UserError."""
-    listed = ", ".join(map(str, files))
-    refuse_long(files[0].parent, name)
-    stems = {stem(file) for file in files}
-    if len(files) > count > 1 and len(stems) == len(files):
-        raise UserError(f"{name}: has {len(files)} files ({listed}); this network takes {count} channels")
-    if len(files) > count:
-        raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
-    return Case(name, in_order(name, _with_channels(name, files, count), count), None)
-
-
-def _with_channels(name: str, files: Sequence[Path], count: int) -> list[Path]:
-    """Return one channel's files with those of the others that lie there, but were not given. Raises UserError."""
-    given = {stem(file) for file in files}
-    wanted = {f"{name}_{channel:04d}" for channel in range(count)}
-    found = list(files)
-    if count > 1 and given < wanted:
-        with suppress(OSError):
-            found += [file for file in volumes_in(files[0].parent) if stem(file) in wanted - given]
-    if len(found) > count:
-        raise UserError(f"{name}: {', '.join(map(str, found))}: two files of one channel; give those to segment")
-    return found
-
-
-def _is_whole(file: Path, count: int, affine: str) -> bool:
-    """Return whether a file holds all channels of a case; a file that cannot be read is reported later."""
-    try:
-        return channels(open_image(stem(file), file, affine)) == count
-    except UserError:
-        return False
+    path = Path(path)
+    networks = read_networks(path, model)
+    opened = segmenter(networks, device, mirror, batch, overlap)
+    refuse_large_window(opened.predictor, path)
+    return Network(networks.classes, networks.channels, opened)

@@ -12,15 +12,14 @@ from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import FACTS, Config, Data, options_with
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.components import largest_components
-from unet3d.data.image_files import ImageFiles
+from unet3d.data.check import sound_headers
+from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.restore import ArgmaxCollector, to_original
-from unet3d.data.seen import Seen
+from unet3d.data.restore import ArgmaxCollector, largest_components, to_original
+from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
-from unet3d.data.validate import sound_headers
 from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.scores import OWN_GRIDS, SCORES_TITLE

@@ -4,8 +4,8 @@ import functools
 import signal
 import time
 import traceback
-from collections.abc import Generator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -27,8 +27,7 @@ from unet3d.base.errors import (
 from unet3d.base.files import write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
-from unet3d.config.compose import flat
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Config, Model, flat
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
@@ -39,13 +38,11 @@ from unet3d.model import geometry
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import Loggers
 from unet3d.run import run_folder
-from unet3d.run.checkpoint_manager import BEST, CheckpointManager
 from unet3d.run.record import RunRecord, headline, read_run, scores_as_numbers
 from unet3d.run.run_folder import MemoryFile, peaks
-from unet3d.run.validation import Predictions
-from unet3d.run.validator import Validator, signal_on_any_rank
+from unet3d.run.training_state import BEST, CheckpointManager
+from unet3d.run.validation import Validator, signal_on_any_rank
 from unet3d.training import metrics, optim, switches
-from unet3d.training.inference import Predictor
 from unet3d.training.trainer import Trainer
 
 
@@ -59,28 +56,14 @@ class Run:
     model_config: Model  # with nothing left open
     stop: Stop
     trainer: Trainer
-    predictor: Predictor
+    validator: Validator
     checkpoints: CheckpointManager
     meter: LedgerMeter
     loggers: Loggers
     memory: MemoryFile  # memory.json, with what steps before the resumption needed
-    is_done: bool  # there is nothing to do
-    has_all_measured: bool = field(default=False, init=False)  # memory.json and memory/ have the last step
-
-    def __post_init__(self) -> None:
-        self.first = self.trainer.step  # that this process goes on from
-        self.model = self.trainer.learner.model
-        self.optimizer = self.trainer.learner.optimizer
-        self.predictions = Predictions(self.folder, self.data, self.config.data)
-        self.validator = Validator(
-            self.config,
-            self.data,
-            self.model,
-            self.predictor,
-            self.predictions,
-            self.loggers,
-            self.stop,
-        )
+    start_step: int  # the step that this process goes on from
+    is_done: bool  # whether an earlier process has finished the run
+    is_measured: bool = field(default=False, init=False)  # whether memory.json and memory/ have the last step
 
     def __enter__(self) -> "Run":
         return self
@@ -98,7 +81,8 @@ class Run:
         if self.config.data.sparse is not None and self.config.resume is None:
             self._log_labelled_share()
         try:
-            self._train()
+            with closing(self._stream()) as stream, self.stop.deferred():
+                self._train(stream)
             return
         except NonFiniteLoss as error:
             by_rank = ranks.gather(error.batches)
@@ -106,7 +90,7 @@ class Run:
             where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, all_batches))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            foreseen = _foreseen(error, self.config)
+            foreseen = _foreseen(error, self.config.deterministic)
             if foreseen is not None:
                 raise foreseen from error
             if not is_out_of_memory(error):
@@ -130,24 +114,20 @@ class Run:
             shares.append((label != IGNORE).float().mean().item())
         self.loggers.scalars({"data/labelled_share": fmean(shares)}, 0)
 
-    def _train(self) -> None:
+    def _train(self, stream: Iterator[list[Batch]]) -> None:
         """Train until all steps are done. Raises Preempted, once saved, when asked to stop."""
-        with closing(self._stream()) as stream, self.stop.deferred():
-            with suppress(Preempted):  # within a validation, which the resumed run does from its beginning
-                self.trainer.fit(
-                    stream,
-                    self.config.steps,
-                    self.config.eval_every,
-                    self._validate,
-                    self._save_in_time,
-                    self._is_asked_to_stop,
-                )
-            number = signal_on_any_rank(self.stop)
-            if number:
-                self._leave(signal.Signals(number))
-
-    def _is_asked_to_stop(self) -> bool:
-        return signal_on_any_rank(self.stop) > 0
+        with suppress(Preempted):  # within a validation, which the resumed run does from its beginning
+            self.trainer.fit(
+                stream,
+                self.config.steps,
+                self.config.eval_every,
+                self._validate,
+                self.save_if_due,
+                lambda: signal_on_any_rank(self.stop) > 0,
+            )
+        number = signal_on_any_rank(self.stop)
+        if number:
+            self.stop_after_save(signal.Signals(number))
 
     def _stream(self) -> Generator[list[Batch]]:
         """Yield the batches from this step on; close it to end its workers."""
@@ -163,38 +143,40 @@ class Run:
         )
         cases = [case.id for case in data.train]
         pin = self.trainer.learner.policy.device_type == "cuda"
-        yield from batches(patches, cases, config, self.first, pin)
+        yield from batches(patches, cases, config, self.start_step, pin)
 
     def _free_memory(self) -> None:
         """Let go of gradients, for simulations; on a GPU, which others may wait for, of all tensors."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if next(self.model.parameters()).device.type == "cuda":
-            self.optimizer.state.clear()
-            self.model.to_empty(device="meta")
+        model = self.trainer.learner.model
+        optimizer = self.trainer.learner.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        if next(model.parameters()).device.type == "cuda":
+            optimizer.state.clear()
+            model.to_empty(device="meta")
             torch.cuda.empty_cache()
 
-    def _leave(self, asked: signal.Signals) -> None:
+    def stop_after_save(self, asked: signal.Signals) -> None:
         """Save where the run is, without a validation. Raises Preempted."""
         stopped = f"stopped by {asked.name} after step {self.trainer.step} of {self.config.steps}"
         try:
-            self.checkpoints.save_last()
-            self._keep_measured_early()
+            self.checkpoints.save_last(self.trainer.step, self.trainer.last_validation)
+            self._try_write_measured_memory()
         except NotSaved as error:
             stopped += f", which is not saved: {error}"
         raise Preempted(stopped)
 
-    def _save_in_time(self) -> None:
-        """Save between validations, every `save_every` steps; keep what the first steps needed."""
-        if self.trainer.step - self.first in (1, MEASURED_STEPS):
-            self._keep_measured_early()
+    def save_if_due(self) -> None:
+        """Save between validations, every `save_every` steps; write what the first steps needed."""
+        if self.trainer.step - self.start_step in (1, MEASURED_STEPS):
+            self._try_write_measured_memory()
         if self.config.save_every and self.trainer.step % self.config.save_every == 0:
             self._save()
 
     def _save(self) -> None:
         """Save; where that is not possible, training goes on with a warning."""
-        self._keep_measured_early()
+        self._try_write_measured_memory()
         try:
-            self.checkpoints.save_last()
+            self.checkpoints.save_last(self.trainer.step, self.trainer.last_validation)
         except NotSaved as error:
             self.checkpoints.warn(error)
 
@@ -202,10 +184,10 @@ class Run:
         """Validate, keep the best, save the last. The last validation also measures distances and writes label maps."""
         started = time.perf_counter()
         step = self.trainer.step
-        self._keep_measured_early()
+        self._try_write_measured_memory()
         if step == self.config.steps or self.checkpoints.saved is None:
             self._save()  # of this validation's volumes memory may not hold one
-        with optim.averaged(self.model, self.optimizer):
+        with self._averaged():
             scores = self.validator.scores(step)
         values = metrics.summarise(scores, self.data.dataset.classes)
         # logged before it is saved: a run killed in between repeats this validation, and its record is replaced
@@ -221,7 +203,7 @@ class Run:
         try:
             # the checkpoint last: a run that goes on from it does not repeat this validation
             ranks.on_rank0(lambda: write_text(self.folder / "scores.csv", text))
-            self.checkpoints.save_best_and_last(dice)
+            self.checkpoints.save_best_and_last(self.trainer.step, dice)
             self.loggers.summary({"val/dice_mean": dice, "val/dice_mean_best": self.checkpoints.best})
         except (NotSaved, OSError) as error:
             problem = error if isinstance(error, NotSaved) else not_saved(self.folder / "scores.csv", error)
@@ -229,48 +211,53 @@ class Run:
                 raise problem from None
             self.checkpoints.warn(problem)
 
-    def _keep_measured(self) -> None:
-        """Write to memory.json what this process's steps needed, if it took any; after the last step memory/ too."""
-        if self.trainer.step == self.first or self.has_all_measured:
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Return the context in which the network computes with the average of its weights, where one is kept."""
+        return optim.averaged(self.trainer.learner.model, self.trainer.learner.optimizer)
+
+    def write_measured_memory(self) -> None:
+        """Write to memory.json what this process's steps needed, if it took any; after the last step memory/ too.
+
+        Raises OSError.
+        """
+        step = self.trainer.step
+        if step == self.start_step or self.is_measured:
             return
         measured = self.meter.summary()
-        if self.config.compile:
-            measured["kind"] += f", {'compiled' if self._is_measured_compiled() else 'not compiled'}"
+        if self.config.compile:  # a GPU's allocator measures the steps after the observed ones, which are compiled
+            is_compiled = isinstance(self.meter, CudaMeter) and not self.meter.is_observed
+            measured["kind"] += f", {'compiled' if is_compiled else 'not compiled'}"
         if ranks.count() > 1:
             measured["rank_peak_bytes"] = ranks.gather(measured["peak_bytes"])
         ranks.on_rank0(lambda: self._write_measured(measured))
-        self.has_all_measured = self.trainer.step == self.config.steps
-
-    def _is_measured_compiled(self) -> bool:
-        """Return whether the peaks are of the compiled network: a GPU allocator's, after the observed steps."""
-        return isinstance(self.meter, CudaMeter) and not self.meter.is_observed
+        self.is_measured = step == self.config.steps
 
     def _write_measured(self, measured: dict[str, Any]) -> None:
-        parameters = sum(p.numel() for p in self.model.parameters())
+        parameters = sum(p.numel() for p in self.trainer.learner.model.parameters())
         self.memory.add_measured(parameters, measured)
         self.loggers.summary(peaks(self.memory.contents()))
         if self.trainer.step == self.config.steps:
             memory_plots.write_ledger_files(self.meter.ledger, self.folder)
 
-    def _keep_measured_early(self) -> None:
+    def _try_write_measured_memory(self) -> None:
         """Write memory.json now: the run may end here, and a resumed one cannot measure the first step again."""
         with suppress(OSError):  # the disk is full: `finish` says so
-            self._keep_measured()
+            self.write_measured_memory()
 
     def finish(self) -> RunRecord:
         """Write all that is known at the end, and return it; predictions are of the last weights, or their average."""
-        self._keep_measured()
+        self.write_measured_memory()
         memory = self.memory.contents()
         if "measured" in memory:  # by steps taken before the run was stopped, perhaps
             peak = memory["measured"]["peak_bytes"]
             self.loggers.scalars({"memory/peak_allocated_bytes": peak}, self.trainer.step)
-        with optim.averaged(self.model, self.optimizer), switches.without_compiler(self.model):
-            self.predictions.complete(self.predictor)
+        with self._averaged(), switches.without_compiler(self.trainer.learner.model):
+            self.validator.predictions.complete(self.validator.predictor)
         record = read_run(self.folder, memory)
         report.draw_figures(record)
         if "measured" in memory:
             self._log_memory(memory)
-        for path in self.predictions.pictures:
+        for path in self.validator.predictions.pictures:
             if path.stem != "prediction":  # of the only case, whose picture the last validation has logged
                 self.loggers.image(f"val/{path.stem}", path, self.trainer.step)
         self.loggers.table("val/cases", *scores_as_numbers(record))
@@ -298,12 +285,12 @@ class Run:
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
 
 
-def _foreseen(error: Exception, config: Config) -> ForeseenError | None:
+def _foreseen(error: Exception, deterministic: bool) -> ForeseenError | None:
     """Return the error to show for a lost worker, a refusal of `deterministic`, or a failure of torch.compile.
 
     None for another error, or where memory ran out as torch.compile ran.
     """
-    foreseen = lost(error) or switches.nondeterminism_error(error, config)
+    foreseen = lost(error) or switches.nondeterminism_error(error, deterministic)
     if foreseen is None and not is_out_of_memory(error):
         foreseen = switches.compile_error(error)
     return foreseen

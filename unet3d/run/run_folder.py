@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from unet3d.base.errors import escaped
 from unet3d.base.files import read_lines, read_text, write_json, write_text
-from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.tables import NAMES, SavedSchedule, folded
 from unet3d.run.environment import environment
@@ -67,17 +66,20 @@ OTHERS = {
 }
 
 
-def start_folder(folder: Path, config: Config, device: "torch.device", start: Values | None = None) -> None:
-    """Make the subfolders and write what is known before the first step; init.json says what `start` loaded."""
+def start_folder(folder: Path, options: str, device: "torch.device", is_resumed: bool, start: Values | None) -> None:
+    """Make the subfolders and write what is known before the first step; init.json says what `start` loaded.
+
+    `options` are the content of config.yaml.
+    """
     for part in ("checkpoints", "figures", "predictions"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    if config.resume is None:
+    if not is_resumed:
         for name in ("metrics.jsonl", "init.json"):
             (folder / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
     if start is not None:
         write_json(folder / "init.json", start)
     (folder / "report.html").unlink(missing_ok=True)  # of an earlier end; the next one writes it again
-    write_text(folder / "config.yaml", compose.to_yaml(config))
+    write_text(folder / "config.yaml", options)
     write_json(folder / "env.json", environment(device))
     write_text(folder / "STATUS", "running\n")
 

@@ -1,7 +1,11 @@
-"""A run's training state as one dictionary, and how a run goes on from it."""
+"""The training state of a run: what its checkpoints hold, which of them are kept, and how a run goes on from one."""
 
 import dataclasses
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,13 +13,19 @@ import torch
 from torch import nn
 
 from unet3d.base import ranks
-from unet3d.base.errors import UserError, warn
+from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory, warn
+from unet3d.base.types import Batch
 from unet3d.config import compose
+from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Model
-from unet3d.data.seen import Seen
+from unet3d.data.intensity import Seen
+from unet3d.data.prepare import PreparedData
+from unet3d.run import run_folder
 from unet3d.run.checkpoint import Checkpoint
-from unet3d.run.fingerprint import DatasetFingerprint, refuse_other_data
 from unet3d.training import checkpoint, optim
+
+LAST, PREVIOUS, BEST = CHECKPOINTS
+DatasetFingerprint = dict[str, Any]
 
 
 def seed_per_rank(seed: int, step: int) -> None:
@@ -138,3 +148,162 @@ class TrainingState:
         torch.set_rng_state(on_cpu)
         if on_gpu and self._device.type == "cuda":
             torch.cuda.set_rng_state(on_gpu[0], self._device)  # nothing is drawn on other devices
+
+
+@dataclass
+class CheckpointManager:
+    """Keeps the last checkpoint of the run in `folder`, the one before it, and the best."""
+
+    folder: Path
+    state: TrainingState
+    best: float | None = None  # highest mean Dice so far
+    saved: tuple[int, int] | None = None  # step of last.pt, and of the last validation before it
+
+    def save_best_and_last(self, step: int, dice: float | None) -> None:
+        """Save after a validation: the best checkpoint first, since the last one records its Dice. Raises NotSaved."""
+        before = self.best
+        if dice is not None and (before is None or dice > before):
+            self.best = dice
+            try:
+                self._save(BEST, step, step)
+            except NotSaved:
+                self.best = before
+                raise
+        self.save_last(step, step)
+
+    def save_last(self, step: int, last_validation: int) -> None:
+        """Save the run as it is after a step, unless it is saved. Raises NotSaved."""
+        if (step, last_validation) == self.saved:
+            return
+        # previous.pt is for a damaged last.pt; one of the same step would not be older
+        is_older = self.saved is not None and self.saved[0] < step
+        self._save(LAST, step, last_validation, self._path(PREVIOUS) if is_older else None)
+        self.saved = (step, last_validation)
+
+    def _save(self, name: str, step: int, last_validation: int, previous: Path | None = None) -> None:
+        state = self.state.state_dict(step, last_validation, self.best)
+        ranks.on_rank0(lambda: checkpoint.save_checkpoint(self._path(name), state, previous))
+
+    def warn(self, error: Exception) -> None:
+        """Print that the run is not saved, and what its last checkpoint is."""
+        if self.saved is None:
+            newest = "there is no checkpoint yet"
+        else:
+            newest = f"the last checkpoint is of step {self.saved[0]}"
+        warn(f"{error}; training goes on, {newest}")
+
+    def restore(self) -> tuple[int, int]:
+        """Load the newest whole checkpoint and drop later records. Return its step and its last validation's.
+
+        Raises CheckpointError where none is whole or the newest is not a run's, UserError where it is another run's.
+        """
+        newest, problems = ranks.on_rank0(lambda: Checkpoint.read_newest(self.folder / "checkpoints"))
+        with _foreign_states_refused(newest.path):
+            changes = self.state.load_state_dict(newest)
+            step = newest.state["step"]
+            last_validation = newest.state["last_validation"]
+            self.best = newest.state["best"]
+        last_recorded = ranks.on_rank0(lambda: self._forget_after(step, last_validation))
+        if problems:
+            lost = f"; steps {step + 1} to {last_recorded} are taken again" if last_recorded > step else ""
+            warn(f"{'; '.join(problems)}; going on from {newest.path.name}, step {step}{lost}")
+        else:
+            self.saved = (step, last_validation)
+        if changes:
+            print(f"from step {step} on with other options: {escaped('; '.join(changes))}", flush=True)
+        return step, last_validation
+
+    def _forget_after(self, step: int, last_validation: int) -> int:
+        """Remove what later steps recorded and what a killed run left unfinished. Return the last step recorded."""
+        unfinished = (*self.folder.glob("**/.*.tmp"), *self.folder.glob("checkpoints/*.tmp"))
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+        return run_folder.forget_after(self.folder / "metrics.jsonl", step, last_validation)
+
+    def dump(self, step: int, batches: Sequence[Batch]) -> str:
+        """Write the batches whose update was refused to nan_batch.pt. Return a line that says where they are."""
+        path = self.folder / "nan_batch.pt"
+        plain = [{**batch._asdict(), "cases": list(batch.cases)} for batch in batches]
+        try:
+            checkpoint.save_checkpoint(path, {"step": step, "batches": plain})
+        except NotSaved as full:
+            return str(full)
+        return f"the batch is in {path}"
+
+    def _path(self, name: str) -> Path:
+        return self.folder / "checkpoints" / name
+
+
+@contextmanager
+def _foreign_states_refused(path: Path) -> Iterator[None]:
+    """Raise CheckpointError in one line for a state that lacks a part, or has one that torch does not take."""
+    try:
+        yield
+    except (UserError, CheckpointError):
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
+
+
+def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerprint:
+    """Return what a resumed run must have too, as plain values: its cases, hashes of their files, and the precision.
+
+    `dtype` is the type of mixed precision, None without it.
+    """
+    values = {
+        "classes": list(data.dataset.classes),
+        "channels": list(data.dataset.channels),
+        "intensity": [dataclasses.asdict(rule) for rule in data.read.intensity],
+        "training cases": [case.id for case in data.train],
+        "held-out cases": [case.id for case in data.val],
+        "mixed precision": str(dtype),
+        "files": data.files,
+    }
+    if data.dataset.regions is not None:
+        values["regions"] = [list(labels) for labels in (*data.dataset.regions.labels, data.dataset.regions.drawn)]
+    return values
+
+
+def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
+    """Raise UserError if the data or the precision has changed since the run began."""
+    _refuse_other_files(before["files"], now["files"])  # first, as the scale of CT follows from labels
+    changes = []
+    for name in now:
+        if name != "files" and before.get(name) != now[name]:
+            changes.append(f"{name}: {_short(before.get(name))} -> {_short(now[name])}")
+    if changes:
+        raise UserError(f"resume: the data or the precision changed since the run began: {'; '.join(changes)}")
+
+
+def _refuse_other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UserError if files of the cases have changed; warn where only a sample of them could be compared."""
+    differing = []
+    sampled: dict[str, None] = {}  # cases, in order
+    for kind in ("images", "labels"):
+        changed = []
+        for name in sorted(before.keys() & now.keys()):
+            then = before[name][kind]
+            today = now[name][kind]
+            extent = "full" if then["full"] and today["full"] else "sample"
+            if then[extent] != today[extent]:
+                changed.append(name)
+            elif extent == "sample" and then["times"] != today["times"]:
+                sampled[name] = None
+        if changed:
+            differing.append(f"{kind} of {_listed(changed)}")
+    if differing:
+        remedy = "put the old files back, or start a new run"
+        raise UserError(f"resume: {', '.join(differing)} changed since the run began; {remedy}")
+    if sampled:
+        problem = "times changed, and a sample of the bytes is the same; a run with data.fingerprint=full compares all"
+        warn(f"resume: files of {_listed(sampled)}: {problem}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return _short(", ".join(names))
+
+
+def _short(value: object) -> str:
+    return textwrap.shorten(str(value), width=200, placeholder=" ...")

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.observer import Observer, only_watches
+from unet3d.recomputing.state import Observer, only_watches
 
 OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as an attribute, all else is torch's own
 COLLECTIONS = (list, tuple, set, frozenset, deque)

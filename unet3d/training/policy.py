@@ -7,7 +7,7 @@ sees it. A program changes only the rounding.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,6 @@ from unet3d.recomputing.function import call_by_program
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.refusals import refuse_hooks
 from unet3d.training.checkpointing import checkpointed
-
-
-class Technique(NamedTuple):
-    """A way to save the memory of maps: backward computes them a second time."""
-
-    segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
-    program: Program | None = None  # of recomputation by a schedule
-    window_program: Program | None = None  # that passes without gradients follow, too
-    forward_recompute_fraction: float = 0.0  # convolution FLOPs computed twice, as a share of a forward pass
-
-
-PLAIN = Technique()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unet3d.base.errors import UserError
-from unet3d.config.schema import Config
+from unet3d.config.schema import Cuda
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACES = ":4096:8"  # with which cuBLAS repeats its results
@@ -25,7 +25,7 @@ LARGE = 2**30  # elements of a map: of 1.8e9 in the report; nobody has said how 
 
 
 @contextmanager
-def switched(config: Config) -> Iterator[None]:
+def switched(cuda: Cuda, deterministic: bool) -> Iterator[None]:
     """Let torch compute as `cuda` and, if it is true, `deterministic` say; afterwards all is as before.
 
     Enter it before the process uses cuBLAS, which reads its variable once. Memory that nothing has written to yet stays
@@ -38,9 +38,9 @@ def switched(config: Config) -> Iterator[None]:
     mode = torch.get_deterministic_debug_mode()
     workspaces = os.environ.get(CUBLAS)
     try:
-        cudnn.benchmark = config.cuda.benchmark
-        cudnn.allow_tf32 = config.cuda.tf32
-        if config.deterministic:
+        cudnn.benchmark = cuda.benchmark
+        cudnn.allow_tf32 = cuda.tf32
+        if deterministic:
             cudnn.deterministic = True
             filling.fill_uninitialized_memory = False
             torch.use_deterministic_algorithms(True)
@@ -50,7 +50,7 @@ def switched(config: Config) -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before
         cudnn.allow_tf32 = "tf32" in precision  # sets the two below as well, and is a flag of its own
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision
-        if config.deterministic:  # only `use_deterministic_algorithms` also resets the compiler's flag
+        if deterministic:  # only `use_deterministic_algorithms` also resets the compiler's flag
             torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
         os.environ.pop(CUBLAS, None)
         if workspaces is not None:
@@ -78,12 +78,12 @@ def compile_error(error: Exception) -> UserError | None:
     return UserError(f"compile=true: {first_line}; set compile=false")
 
 
-def nondeterminism_error(error: Exception, config: Config) -> UserError | None:
+def nondeterminism_error(error: Exception, deterministic: bool) -> UserError | None:
     """Return the error to show where `deterministic` finds no such kernel for an operation.
 
     None for another error, and where code of the user's own has asked torch for determinism.
     """
-    if not config.deterministic:
+    if not deterministic:
         return None
     if REFUSAL_OF_CUBLAS in str(error):
         advice = f"start another one, or set {CUBLAS}={FIXED_WORKSPACES} before"

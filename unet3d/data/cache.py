@@ -1,0 +1,249 @@
+"""A cache on disk of arrays that outlive a run, read through memory maps: a file for each key.
+
+A key is a digest of all that its arrays depend on, so nothing here can be out of date. A file is written whole or not
+at all; two processes that need the same one at once may both write it, with the same bytes. Files are not code: they
+are mapped as numbers, or refused. Any may be removed at any time: what is missing is computed anew.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import resource
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from tokenize import TokenError
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unet3d.base.errors import UserError, is_disk_full, is_out_of_files, is_out_of_memory, make_room
+from unet3d.base.files import open_regular, remove_abandoned, replacing
+from unet3d.data.patches import PreparedCase
+from unet3d.data.scan import sampled_blocks
+
+FORMAT = 2  # raise it with every change to what is computed for a key, or to how it is written
+ALIGNMENT = 64  # bytes that an array's place in its file is a multiple of
+DIGEST = hashlib.sha256().digest_size  # bytes; two end each file: of a sample of what is before them, and of all of it
+MAPPED = 30_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has two at most
+# Raised for a file that nobody here has written, or that is cut.
+MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError, TokenError)
+Arrays = Mapping[str, np.ndarray]
+Fits = Callable[[Arrays], bool]  # whether arrays can be what their key says
+LABELS = ("label", "foreground", "counts")  # arrays of a label map
+CASE = ("image", *LABELS, "spacing", "replaced", "digest")  # and of a case
+KINDS = {  # type and number of axes of each array
+    "image": (np.float32, 4),
+    "label": (np.int16, 3),
+    "foreground": (np.int32, 2),
+    "counts": (np.int64, 1),
+    "spacing": (np.float64, 1),
+    "replaced": (np.int64, 0),  # voxels that were not finite
+    "digest": (np.uint8, 1),  # of the image, by which twins are found
+    "voxels": (np.float32, 2),
+}
+
+
+def key_of(*values: object) -> str:
+    """Return the digest of plain values, of this format, and of the versions of the libraries that prepare cases."""
+    return hashlib.sha256(json.dumps([FORMAT, _versions(), values]).encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> list[str]:
+    return [version(name) for name in ("nibabel", "numpy", "scipy")]
+
+
+def folder(path: str | None) -> Path:
+    """Return the folder of data.cache_root; without one, of the user's cache. Raises UserError."""
+    if path:
+        return Path(path)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unet3d"
+    except RuntimeError as error:
+        raise UserError("data.cache_root is not set, and the user has no home; add data.cache_root=PATH") from error
+
+
+def can_stay_mapped(cases: int) -> bool:
+    """Return whether the maps of all cases may stay open.
+
+    `ulimit -v` counts them as memory, though they take none.
+    """
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return cases <= MAPPED and soft_limit == resource.RLIM_INFINITY
+
+
+@dataclass
+class DiskCache:
+    """The folder `root`, which several processes may use at once."""
+
+    root: Path
+    full: bool  # compare all bytes of a file with their digest, not a sample
+    compared: set[str] = field(default_factory=set, repr=False)  # keys whose files are as they were written
+
+    def __post_init__(self) -> None:
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what the data set holds
+        except OSError as error:
+            raise self._problem(f"cannot be made ({error.strerror})") from error
+
+    def read(
+        self, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Fits | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays of these names, mapped; `make` makes them if they are missing or damaged, or do not fit.
+
+        Raises UserError.
+        """
+        arrays = self._map(key, names, fits)
+        if arrays is None:
+            self._write(key, names, make())
+            arrays = self._map(key, names, fits)
+        if arrays is None:
+            raise self._problem(f"{key} is damaged as soon as it is written")
+        return arrays
+
+    def holds(self, key: str) -> bool:
+        """Return whether the file of the key has been written."""
+        with suppress(OSError):
+            return stat.S_ISREG(self._path(key).lstat().st_mode)
+        return False
+
+    def room(self) -> int:
+        """Return the free bytes of its disk, once what killed processes have left is removed."""
+        remove_abandoned(self.root.absolute())
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
+
+    def _path(self, key: str) -> Path:
+        return self.root / f"{key}.arrays"
+
+    def _map(self, key: str, names: tuple[str, ...], fits: Fits | None) -> dict[str, np.ndarray] | None:
+        """Return the arrays; None if they are not there as they were written."""
+        try:
+            with open_regular(self._path(key), follow=False) as file:
+                size = os.fstat(file.fileno()).st_size - 2 * DIGEST
+                if key not in self.compared:
+                    self._compare(file, size)
+                arrays = _mapped(file, names)
+        except (FileNotFoundError, *MALFORMED):
+            return None
+        except OSError as error:
+            if is_out_of_memory(error) or is_out_of_files(error):
+                raise
+            raise self._problem(f"{key} cannot be read ({error.strerror})") from error
+        self.compared.add(key)
+        for name, array in arrays.items():
+            kind, axes = KINDS[name]
+            if array.dtype != np.dtype(kind) or array.ndim != axes:  # of another byte order, too
+                return None
+        return arrays if fits is None or fits(arrays) else None
+
+    def _compare(self, file: IO[bytes], size: int) -> None:
+        """Raise ValueError where the first `size` bytes of a file are not as the digests behind them say."""
+        if size < 0:
+            raise ValueError("it is cut")
+        file.seek(size)
+        written = file.read(2 * DIGEST)
+        found = _full_digest(file, size) if self.full else _sample_digest(file, size)
+        if found != (written[DIGEST:] if self.full else written[:DIGEST]):
+            raise ValueError("it is not as it was written")
+
+    def _write(self, key: str, names: tuple[str, ...], arrays: Arrays) -> None:
+        """Write the arrays of a key in one move: what is there is damaged."""
+        self.compared.discard(key)
+        try:
+            with replacing(self._path(key)) as file:
+                for name in names:
+                    file.write(bytes(-file.tell() % ALIGNMENT))
+                    np.save(file, arrays[name], allow_pickle=False)
+                size = file.tell()
+                digests = _sample_digest(file, size) + _full_digest(file, size)
+                file.seek(size)
+                file.write(digests)
+        except OSError as error:
+            raise self._problem(f"not saved ({error.strerror})", error) from error
+
+    def _problem(self, what: str, error: OSError | None = None) -> UserError:
+        """Return the error for the cache: where, what is wrong, and what to do."""
+        remedies = ["give another folder, data.cache_root=PATH"]
+        if error is not None and is_disk_full(error):
+            remedies.insert(0, make_room(error))
+        return UserError(f"data.cache=disk: {self.root}: {what}; {', or '.join(remedies)}")
+
+
+def _sample_digest(file: IO[bytes], size: int) -> bytes:
+    """Return the digest of some blocks of the first `size` bytes, and of their number."""
+    digest = hashlib.sha256(b"%d" % size)
+    for block in sampled_blocks(file, size):
+        digest.update(block)
+    return digest.digest()
+
+
+def _full_digest(file: IO[bytes], size: int) -> bytes:
+    """Return the digest of the first `size` bytes."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while size > 0:
+        block = file.read(min(size, 2**20))
+        if not block:
+            break
+        digest.update(block)
+        size -= len(block)
+    return digest.digest()
+
+
+def _mapped(file: IO[bytes], names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Return the arrays of an open file, mapped. Raises OSError, and MALFORMED for what is no array of numbers.
+
+    Unlike numpy.load, it knows neither archives nor pickles.
+    """
+    content = np.memmap(file, np.uint8, "r")
+    arrays = dict[str, np.ndarray]()
+    place = 0
+    for name in names:
+        file.seek(place + -place % ALIGNMENT)
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{name} is not as it was written")
+        shape, is_fortran, kind = np.lib.format.read_array_header_1_0(file)
+        if kind.hasobject or is_fortran:
+            raise ValueError(f"{name} is not as it was written")
+        array = np.ndarray(shape, kind, content, file.tell())  # raises TypeError where the file is shorter
+        place = file.tell() + array.nbytes
+        arrays[name] = array
+    return arrays
+
+
+def label_arrays(case: PreparedCase) -> dict[str, np.ndarray]:
+    """Return a label map and the voxels of its classes as arrays."""
+    counts = np.array([len(voxels) for voxels in case.foreground], np.int64)
+    voxels = np.concatenate([np.empty((0, 3), np.int32), *case.foreground])
+    return {"label": case.label.numpy(), "foreground": voxels, "counts": counts}
+
+
+def labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:
+    """Return the label map and the voxels of its classes, from `label_arrays`."""
+    parts = np.split(arrays["foreground"], np.cumsum(arrays["counts"]))
+    return torch.from_dlpack(arrays["label"]), tuple(parts[:-1])  # the last part is empty
+
+
+def fit_case(arrays: Arrays, channels: int) -> bool:
+    """Return whether arrays can be a case; the values of its voxels are not read."""
+    spacing = arrays["spacing"]
+    if spacing.shape != (3,) or not np.isfinite(spacing).all() or (spacing <= 0).any():
+        return False
+    return len(arrays["image"]) == channels and fit_labels(arrays, arrays["image"].shape[1:])
+
+
+def fit_labels(arrays: Arrays, shape: tuple[int, ...]) -> bool:
+    """Return whether arrays can be the `label_arrays` of a case of this shape."""
+    if arrays["label"].shape != shape or min(shape) == 0:
+        return False
+    voxels = arrays["foreground"]
+    counts = arrays["counts"]
+    return bool(voxels.shape[1] == 3 and (counts >= 0).all() and counts.sum() == len(voxels))

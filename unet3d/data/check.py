@@ -1,0 +1,339 @@
+"""Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`."""
+
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from unet3d.base import progress
+from unet3d.base.errors import UserError, escaped, listed
+from unet3d.config.data_rules import MAX_LABEL
+from unet3d.config.rules import effective_model
+from unet3d.config.schema import Data, Model
+from unet3d.data import nifti
+from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
+from unet3d.data.forms import in_one_line
+from unet3d.data.grids import Grid
+from unet3d.data.labels import likely_ignored, misread, options_for
+from unet3d.data.nifti import ValidationRules
+from unet3d.data.scan import CaseHeader, ImageFiles, oddities, placed_apart, read_grid, scan_case
+from unet3d.data.splits import absences, labels_by_class, split, unused
+from unet3d.data.twins import Digests, VoxelDigest, leaks
+from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_label_map
+from unet3d.model import geometry
+
+MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
+CASES_SAMPLED = 200  # whose sizes are compared with the patch
+
+
+class Content(NamedTuple):
+    """The content of a sound case: digests of its image, the labels in its file, and those on the network's grid."""
+
+    digests: Digests
+    labels: frozenset[int]
+    kept: frozenset[int]
+
+
+class CaseContent(NamedTuple):
+    """The content of a case if all of it could be read, the problems of its voxels, and that of its labels."""
+
+    content: Content | None
+    lines: list[str]
+    unknown: UnknownLabels | None
+
+
+class DatasetCheck(NamedTuple):
+    """The headers of the cases by id, a line for each problem and warning, and options that the labels need.
+
+    If there are such options, the labels are one problem among the lines.
+    """
+
+    headers: dict[str, CaseHeader]
+    lines: list[str]
+    options: tuple[str, ...] = ()
+
+
+def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> DatasetCheck:
+    """Return the headers of `cases`, and all problems of cases and split; for what the options accept, warnings.
+
+    Reads headers: files, sizes, channels, grids, units; `full`: also voxels (damage, NaN, labels, twins), odd headers.
+    """
+    if not full:
+        return check_headers(dataset, cases, data, ImageFiles())
+    headers = dict[str, CaseHeader]()
+    contents = dict[str, Content]()
+    lines = [dataset.wrong_labels] if dataset.wrong_labels else []
+    unknown = list[UnknownLabels]()
+    places = list[str]()
+    for case in progress.track(cases, "checking cases", len(cases)):
+        files = ImageFiles()
+        with files.kept_open():
+            header = scan_case(dataset, case, data, files)
+            headers[case.id] = header
+            lines += header.lines
+            lines += _oddities_of_case(case, files)
+            places += placed_apart(case, files)
+            found = _read_content(dataset, case, files, data)
+        lines += found.lines
+        if found.unknown is not None:
+            unknown.append(found.unknown)
+        if found.content is not None:
+            contents[case.id] = found.content
+    lines += [*_warnings_of_sizes(headers), *in_one_line(places)]
+    options = dataset.options_of_labels
+    if unknown:
+        options = _with_label_map(dataset, lines, unknown, contents)
+    if dataset.announced not in (None, len(dataset.cases)):
+        what = f"numTraining is {dataset.announced}, but {len(dataset.cases)} cases are found"
+        lines.append(f"{WARNING}{dataset.name}: {what}; are files missing, or named otherwise?")
+    lines += _split_problems(dataset, data, contents)
+    return DatasetCheck(headers, lines, options)
+
+
+def check_headers(
+    dataset: DatasetInfo,
+    cases: Sequence[Case],
+    data: Data,
+    files: ImageFiles,
+    fingerprint: str | None = None,
+) -> DatasetCheck:
+    """Return the headers of `cases`, and all problems that they and the split show; `fingerprint`: with hashes."""
+    headers = dict[str, CaseHeader]()
+    for case in progress.track(cases, "checking cases", len(cases)):
+        headers[case.id] = scan_case(dataset, case, data, files, fingerprint)
+    lines = [line for header in headers.values() for line in header.lines]
+    lines += _warnings_of_sizes(headers)
+    return DatasetCheck(headers, [*lines, *_split_problems(dataset, data, {})])
+
+
+def sound_headers(
+    dataset: DatasetInfo,
+    cases: Sequence[Case],
+    data: Data,
+    files: ImageFiles,
+    fingerprint: str | None = None,
+) -> dict[str, CaseHeader]:
+    """Return the headers of `cases` by id, and print warnings. Raises UserError that lists every problem."""
+    headers, lines, _ = check_headers(dataset, cases, data, files, fingerprint)
+    problems = [line for line in lines if not line.startswith(WARNING)]
+    if problems:
+        raise UserError("\n".join(listed(problems)))
+    for line in listed(lines):
+        print(escaped(line), file=sys.stderr)
+    return headers
+
+
+def _warnings_of_sizes(headers: Mapping[str, CaseHeader]) -> list[str]:
+    """Return a warning for all files of the cases that state two voxel sizes, and one for those that state no place."""
+    lines = [line for header in headers.values() for line in header.sizes]
+    return [f"{WARNING}{line}" for line in in_one_line(lines)]
+
+
+def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Content]) -> Iterator[str]:
+    """Yield what is wrong with training and held-out cases: a split that cannot be made, twins, absent classes."""
+    for note in dataset.left_out:
+        yield f"{WARNING}{dataset.name}: {note}"
+    try:
+        train, val = split(dataset, data)
+    except UserError as error:
+        yield str(error)
+        return
+    if not data.semi:
+        yield from leaks(
+            train,
+            val,
+            {case_id: content.digests for case_id, content in contents.items()},
+            ValidationRules.of(data),
+            ImageFiles(),
+        )
+    for note in unused(dataset, data, train, val):
+        if not contents or "label map" not in note:  # else each such case has its line
+            yield f"{WARNING}{note}"
+    if not dataset.classes:
+        return
+    notes = [*likely_ignored(dataset.classes)]
+    if dataset.regions is not None:
+        notes += misread(dataset.classes, dataset.regions)
+    for note in notes:
+        yield f"{WARNING}{dataset.name}: {note}"
+    if all(case.id in contents for case in (*train, *val)) and contents:
+        yield from _absences_in_files(dataset, data, train, val, contents)
+
+
+def _oddities_of_case(case: Case, files: ImageFiles) -> Iterator[str]:
+    """Yield warnings of what may be right in a case but often is not."""
+    if case.label is None:
+        what = "has no label map; it is neither learned from nor scored"
+        yield f"{WARNING}{case.id}: {case.images[0]}: {what}"
+    for path, image in files.headers.items():
+        for oddity in oddities(image, case.affine):
+            yield f"{WARNING}{case.id}: {path}: {oddity}"
+
+
+def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> CaseContent:
+    """Read the voxels of those files of a case that have a sound header."""
+    errors = list[str]()
+    warnings = list[str]()
+    unknown = None
+    labels = frozenset[int]()
+    kept = frozenset[int]()
+    digest = VoxelDigest()
+    values = LabelValues.of_files(dataset)
+    if not dataset.label_count:  # no class is known, so that any label will do
+        values = values._replace(classes=MAX_LABEL + 1)
+    paths = [path for path in case.files if path in files.headers]
+    for path in paths:
+        try:
+            with files.reopened(case, path) as file:
+                if path == case.label:
+                    label, header = read_label_map(case, path, values, file)
+                    labels = kept = _occurring(label)
+                    if data.spacing is not None:
+                        kept = _occurring(on_network_grid(label, case, header, data.spacing, dataset.ignore))
+                else:
+                    rules = ValidationRules.of(data)
+                    voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
+                    digest.update(voxels)
+                    if nonfinite:
+                        warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
+        except UnknownLabels as error:
+            errors.append(str(error))
+            unknown = error
+        except UserError as error:
+            errors.append(str(error))
+    if errors or len(paths) < len(case.files):
+        return CaseContent(None, [*errors, *warnings], unknown)
+    if case.label is not None and labels <= {0, dataset.ignore}:
+        warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
+    return CaseContent(Content(digest.digests(), labels, kept), warnings, unknown)
+
+
+def _occurring(label: np.ndarray) -> frozenset[int]:
+    """Return the values that occur in a label map."""
+    return frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
+
+
+def _with_label_map(
+    dataset: DatasetInfo, lines: list[str], unknown: Sequence[UnknownLabels], contents: Mapping[str, Content]
+) -> tuple[str, ...]:
+    """Return the options that make the labels of all files classes, () without any, and put them into `lines`.
+
+    What was one line for each of several files is one for all.
+    """
+    labels = frozenset[int]().union(*(error.labels for error in unknown))
+    known = frozenset[int]().union(*(content.labels for content in contents.values())) - {0, dataset.ignore}
+    if labels and dataset.relabel is not None:  # which `known` have gone through
+        labels |= {old for old, new in dataset.relabel.items() if new in known}
+    elif labels:
+        labels |= known
+    names = dataset.classes if dataset.regions is None else ()
+    options = options_for(labels, dataset.label_count, dataset.relabel, names)
+    if not options:
+        return ()
+    remedy = f"add {shlex.join(options)}"
+    first = unknown[0].alone
+    place = lines.index(str(unknown[0]))
+    if len(unknown) == 1:
+        lines[place] = f"{first}; correct the file, or {remedy}"
+        return options
+    held = shown_names([str(label) for label in sorted({0, *labels})])
+    listed_before = {str(error) for error in unknown}
+    lines[place] = f"{dataset.name}: the label maps of {len(unknown)} cases hold {held}: {remedy} (the first: {first})"
+    lines[place + 1 :] = [line for line in lines[place + 1 :] if line not in listed_before]
+    return options
+
+
+def _absences_in_files(
+    dataset: DatasetInfo,
+    data: Data,
+    train: Sequence[Case],
+    val: Sequence[Case],
+    contents: Mapping[str, Content],
+) -> Iterator[str]:
+    """Yield classes that do not occur in training or held-out cases, all of which were read."""
+    learned, scored = (frozenset[int]().union(*(contents[case.id].kept for case in part)) for part in (train, val))
+    stored = frozenset[int]().union(*(contents[case.id].labels for case in train))
+    yield from absences(dataset, data, learned, scored, stored)
+    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
+    if absent:
+        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
+
+
+def _class_words(dataset: DatasetInfo) -> list[str]:
+    """Return the values and names of the classes; of regions, their labels and what they are drawn as."""
+    if dataset.regions is None:
+        return [f"{value} {name}" for value, name in enumerate(dataset.classes)]
+    words = [f"0 {dataset.classes[0]}"]
+    for name, labels, drawn in zip(dataset.classes[1:], *dataset.regions, strict=True):
+        words.append(f"{'+'.join(map(str, labels))} {name} (a region, drawn as {drawn})")
+    return words
+
+
+def summary(
+    dataset: DatasetInfo,
+    train: Sequence[Case],
+    val: Sequence[Case],
+    headers: Mapping[str, CaseHeader],
+) -> list[str]:
+    """Return a few plain lines about a data set; sizes are of the images that can be read."""
+    readable = [headers[case.id] for case in dataset.cases if headers[case.id].stored is not None]
+    orientations = Counter(header.orientation for header in readable)
+    grids = [header.stored for header in readable if header.stored is not None]
+    turned = ", ".join(f"{count} {codes}" for codes, count in sorted(orientations.items())) or "unknown"
+    unlabelled = sum(case.label is None for case in dataset.cases)
+    classes = shown_names(_class_words(dataset))
+    ignored = "" if dataset.ignore is None else f"; {dataset.ignore} is ignored"
+    return [
+        f"{dataset.name}: {len(dataset.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",
+        f"channels: {shown_names(dataset.channels)}",
+        f"classes: {classes or 'unknown'}{ignored}",
+        f"orientation: {turned}; the axes x, y, z of size, spacing and data.patch run right, anterior, superior (RAS)",
+        f"size x, y, z (voxels): {_range([grid.shape for grid in grids])}",
+        f"spacing x, y, z (mm): {_range([grid.spacing for grid in grids])}",
+    ]
+
+
+def _range(triples: Sequence[Sequence[float]]) -> str:
+    """Return the median of each axis, with the smallest and largest where they differ."""
+    if not triples:
+        return "unknown"
+    rows = np.quantile(triples, (0, 0.5, 1), axis=0, method="nearest")
+    low, middle, high = (" x ".join(f"{value:.4g}" for value in row) for row in rows)
+    return middle if low == high else f"{middle} (median), from {low} to {high}"
+
+
+def read_grids(cases: Sequence[Case], spacing: Sequence[float] | None) -> list[Grid]:
+    """Return the grids that the network sees of some cases; those that cannot be read are left out."""
+    grids = list[Grid]()
+    for case in cases[:: _step(cases)]:
+        with suppress(UserError):  # `check_cases` reports it
+            grids.append(read_grid(case, spacing))
+    return grids
+
+
+def _step(items: Sequence[object]) -> int:
+    """Return every how many-th of the items leaves at most CASES_SAMPLED."""
+    return -(-len(items) // CASES_SAMPLED) or 1
+
+
+def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None]) -> str | None:
+    """Return a line for a patch most of which is padding in most cases with these grids; None for any other patch.
+
+    A grid is None where it could not be read.
+    """
+    grids = [grid for grid in targets[:: _step(targets)] if grid is not None]
+    output = geometry.output_size(patch, effective_model(model))  # valid convolutions return less than they take
+    shares = [prod(min(p, n) / p for p, n in zip(output, grid.shape, strict=True)) for grid in grids]
+    share = float(np.median(shares)) if shares else 1.0
+    if share >= MIN_PATCH_FILL:
+        return None
+    x, y, z = (int(n) for n in np.median([grid.shape for grid in grids], axis=0))
+    part = "it" if output == tuple(patch) else f"its output of {'x'.join(map(str, output))}"
+    volumes = f"volumes of {x}x{y}x{z} voxels, the median in training"
+    problem = f"{volumes}, fill {100 * share:.0f}% of {part}, the rest is padding"
+    return f"data.patch={patch}: {problem}; give a smaller one, or let python -m unet3d plan choose it"

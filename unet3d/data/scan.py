@@ -1,0 +1,295 @@
+"""One scan of a data set: each file is opened once for its header and its hash, and no voxel is read.
+
+Up to 256 files then stay open for the reading of their voxels: header, hash and voxels come from the same bytes.
+"""
+
+import hashlib
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NamedTuple
+
+import nibabel as nib
+import numpy as np
+from nibabel.affines import voxel_sizes
+
+from unet3d.base.errors import UserError
+from unet3d.base.files import open_regular
+from unet3d.config.schema import Data
+from unet3d.data import nifti
+from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
+from unet3d.data.forms import affine_if_sound, form_taken, two_places, two_sizes
+from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
+from unet3d.data.nifti import ValidationRules, problem
+
+MAX_LINES_OF_CASE = 10  # about the files of one case
+SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
+MAX_KEPT_OPEN = 256  # files between their scan and the reading of their voxels; others are opened again
+SHARE_OF_LIMIT = 4  # and at most a quarter of the files that the process may have open
+BLOCK = 2**12  # bytes of a block that is sampled
+BLOCKS = 16  # blocks that are sampled of a file: all of its bytes up to 64 KiB
+Hashes = dict[str, Any]  # `sample`, `full` or None, and `times`
+
+
+class OpenFile(NamedTuple):
+    """An open NIfTI file: its checked header as an image, and the stream that its voxels are read from."""
+
+    image: nib.Nifti1Image
+    stream: BinaryIO
+
+
+class ImageFiles:
+    """The NIfTI files that this process has opened: their headers, and streams of those whose voxels are yet unread.
+
+    A copy in another process is empty, and opens the files again.
+    """
+
+    def __init__(self) -> None:
+        self.headers = dict[Path, nib.Nifti1Image]()  # as images without voxels
+        self._streams = dict[Path, BinaryIO]()
+        self._limit = 0
+
+    def __reduce__(self) -> tuple[type["ImageFiles"], tuple[()]]:
+        return ImageFiles, ()
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Keep files that are opened within open until their voxels are read, or until the end."""
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = MAX_KEPT_OPEN
+        if soft_limit != resource.RLIM_INFINITY:
+            self._limit = min(MAX_KEPT_OPEN, soft_limit // SHARE_OF_LIMIT)
+        try:
+            yield
+        finally:
+            self._limit = 0
+            self.close()
+
+    @contextmanager
+    def scanned(self, case: Case, path: Path) -> Iterator[OpenFile]:
+        """Open a file to look at its header and bytes within; it may stay open for its voxels. Raises UserError."""
+        with ExitStack() as stack:
+            file = self._open(case, path)
+            stack.callback(file.stream.close)
+            yield file
+            if len(self._streams) < self._limit:
+                self._streams[path] = file.stream
+                stack.pop_all()  # stays open
+
+    @contextmanager
+    def opened(self, case: Case) -> Iterator[dict[Path, OpenFile]]:
+        """Open the files of a case to read their voxels within, but for those still open. Raises UserError."""
+        with ExitStack() as stack:
+            yield {path: stack.enter_context(self.reopened(case, path)) for path in case.files}
+
+    @contextmanager
+    def reopened(self, case: Case, path: Path) -> Iterator[OpenFile]:
+        """Open a file to read its voxels within, unless it is still open. Raises UserError."""
+        stream = self._streams.pop(path, None)
+        file = self._open(case, path) if stream is None else OpenFile(self.headers[path], stream)
+        with file.stream:
+            yield file
+
+    def holds(self, case: Case) -> bool:
+        """Return whether all files of a case are still open since their scan."""
+        return all(path in self._streams for path in case.files)
+
+    def header(self, case: Case, path: Path) -> nib.Nifti1Image:
+        """Return the header of a file as an image, as it was when the file was opened last. Raises UserError."""
+        if path not in self.headers:
+            self.headers[path] = nifti.open_image(case.id, path, case.affine)
+        return self.headers[path]
+
+    def close(self) -> None:
+        """Close all files that are still open."""
+        while self._streams:
+            _, stream = self._streams.popitem()
+            stream.close()
+
+    def _open(self, case: Case, path: Path) -> OpenFile:
+        stream = nifti.open_file(case.id, path)
+        try:
+            image = nifti.read_header(case.id, path, stream, case.affine)
+        except BaseException:
+            stream.close()
+            raise
+        self.headers[path] = image
+        return OpenFile(image, stream)
+
+
+def sampled_blocks(stream: IO[bytes], size: int) -> Iterator[bytes]:
+    """Yield BLOCKS blocks, evenly spread over the first `size` bytes of an open file."""
+    for start in np.linspace(0, max(size - BLOCK, 0), BLOCKS, dtype=int):
+        stream.seek(start)
+        yield stream.read(min(BLOCK, size))
+
+
+class FileHasher:
+    """Hashes several open files as if they were one: a sample of their bytes and, if `full`, all of them."""
+
+    def __init__(self, full: bool) -> None:
+        self._sample = hashlib.sha256()
+        self._whole = hashlib.sha256() if full else None
+        self._times = list[int]()
+
+    def add(self, stream: BinaryIO, name: str) -> None:
+        """Take in the next file, open at any place, of this name. Raises OSError."""
+        status = os.fstat(stream.fileno())
+        size = status.st_size
+        self._sample.update(b"%d" % size)
+        for block in sampled_blocks(stream, size):
+            self._sample.update(block)
+        if self._whole is not None:
+            stream.seek(0)
+            self._whole.update(hashlib.file_digest(stream, "sha256").digest())  # type: ignore[arg-type]
+        # A gzip file ends with the checksum of its whole content, so its last block settles it.
+        if size > BLOCK * BLOCKS and not nifti.is_compressed(name):
+            self._times.append(status.st_mtime_ns)
+
+    def hashes(self) -> Hashes:
+        """Return `sample`, `full` or None, and `times` (ns since 1970) of files that their sample does not settle."""
+        whole = None if self._whole is None else self._whole.hexdigest()
+        return {"sample": self._sample.hexdigest(), "full": whole, "times": self._times}
+
+
+def file_hashes(paths: Sequence[Path], full: bool) -> Hashes:
+    """Return the hashes of several files as if they were one. Raises OSError, and ValueError for what is no file."""
+    hasher = FileHasher(full)
+    for path in paths:
+        with open_regular(path) as stream:
+            hasher.add(stream, path.name)
+    return hasher.hashes()
+
+
+def sampled_hashes(case: Case) -> dict[str, Hashes]:
+    """Return the hashes of samples of the case's images, and of its label map. Raises UserError."""
+    labels = () if case.label is None else (case.label,)
+    try:
+        return {
+            "images": file_hashes(case.images, full=False),
+            "labels": file_hashes(labels, full=False),
+        }
+    except (OSError, ValueError) as error:
+        raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
+
+
+class CaseHeader(NamedTuple):
+    """The headers of a case, before a voxel is read, as plain values that ranks can exchange."""
+
+    stored: Grid | None  # of the first image, with RAS+ axes; None where it cannot be read
+    target: Grid | None  # that the network sees
+    orientation: str  # of the first image's axes, such as LPS; "" where it cannot be read
+    channels: int  # of all images that could be read
+    lines: tuple[str, ...]  # what is wrong, and warnings of what the options accept
+    sizes: tuple[str, ...]  # of files that state two voxel sizes, or no place
+    hashes: dict[str, Hashes]  # of "images" and "labels", if asked for and all could be read
+
+    @property
+    def is_resampled(self) -> bool:
+        """True if the network sees the case on another grid than its file's, regardless of their axes."""
+        return self.stored is not None and self.target is not None and not self.stored.is_same(self.target)
+
+
+def scan_case(
+    dataset: DatasetInfo,
+    case: Case,
+    data: Data,
+    files: ImageFiles,
+    fingerprint: str | None = None,
+) -> CaseHeader:
+    """Return what the headers of a case's files say; `fingerprint`: with hashes, as data.fingerprint."""
+    hashers = {kind: FileHasher(fingerprint == "full") for kind in ("images", "labels")}
+    headers = dict[Path, nib.Nifti1Image]()
+    problems = list[str]()
+    target = None
+    for path in case.files:
+        kind = "labels" if path == case.label else "images"
+        try:
+            with files.scanned(case, path) as file:
+                headers[path] = file.image
+                if fingerprint is not None:
+                    _hash(hashers[kind], case, path, file.stream)
+            if path == case.images[0]:
+                target = target_grid(case, headers[path], data.spacing)
+        except UserError as error:
+            problems.append(str(error))
+    rules = ValidationRules.of(data)
+    accepted = list[str]()
+    for found in contradictions(case, headers):
+        (accepted if found.is_accepted(rules) else problems).append(str(found.error))
+    channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
+    if not problems and channels != len(dataset.channels):
+        problems.append(str(_wrong_channels(dataset, case, channels)))
+    warnings = [f"{WARNING}{line}" for line in (*accepted, *foreign_units(case, headers))]
+    hashes = dict[str, Hashes]()
+    if fingerprint is not None and not problems:
+        hashes = {kind: hasher.hashes() for kind, hasher in hashers.items()}
+    first = headers.get(case.images[0])
+    return CaseHeader(
+        stored=None if first is None else canonical_grid(first),
+        target=target,
+        orientation="" if first is None else "".join(nib.aff2axcodes(first.affine)),
+        channels=channels,
+        lines=(*_bounded(case, problems), *_bounded(case, warnings, WARNING)),
+        sizes=tuple(doubtful_places(case, headers)),
+        hashes=hashes,
+    )
+
+
+def doubtful_places(case: Case, headers: Headers) -> Iterator[str]:
+    """Yield a line for each file that states two voxel sizes, or no place."""
+    for path, image in headers.items():
+        words = two_sizes(image.header, case.affine)
+        if words:
+            yield f"{case.id}: {path}: {words}"
+
+
+def oddities(image: nib.Nifti1Image, form: str) -> Iterator[str]:
+    """Yield what may be right in a header but often is not."""
+    header = image.header
+    axes = image.affine[:3, :3] / voxel_sizes(image.affine)
+    if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
+        yield "its grid is sheared; it is used as if its axes were at right angles"
+    taken = form_taken(header, form)
+    if taken != form and header["qform_code"] > 0 and affine_if_sound(header, "qform") is None:
+        yield f"its qform is no rotation; the {taken} is taken"
+
+
+def placed_apart(case: Case, files: ImageFiles) -> Iterator[str]:
+    """Yield a line for each file of a case whose sform and qform place its voxels apart."""
+    for path, image in files.headers.items():
+        places = two_places(image.header, case.affine)
+        if places:
+            yield f"{WARNING}{case.id}: {path}: {places}"
+
+
+def _hash(hasher: FileHasher, case: Case, path: Path, stream: BinaryIO) -> None:
+    """Take in the bytes of an open file. Raises UserError."""
+    try:
+        hasher.add(stream, path.name)
+    except OSError as error:
+        raise problem(case.id, path, f"cannot be read ({error})") from error
+
+
+def _wrong_channels(dataset: DatasetInfo, case: Case, channels: int) -> UserError:
+    """Return the error for a case that has another number of channels than the data set."""
+    is_short = channels < len(dataset.channels)
+    is_by_channel = nifti.stem(case.images[-1]) == f"{case.id}_{channels - 1:04d}"
+    absent = f": {case.id}_{channels:04d} is missing" if is_short and is_by_channel else ""
+    wanted = f"{len(dataset.channels)} ({shown_names(dataset.channels)})"
+    what = f"has {channels} channels, the data set {wanted}{absent}; make them agree"
+    return problem(case.id, case.images[0], what)
+
+
+def _bounded(case: Case, lines: Sequence[str], start: str = "") -> Iterator[str]:
+    """Yield the first lines about a case, and how many more there are: it may have thousands of channels."""
+    yield from lines[:MAX_LINES_OF_CASE]
+    if len(lines) > MAX_LINES_OF_CASE:
+        yield f"{start}{case.id}: and {len(lines) - MAX_LINES_OF_CASE:,} more of this case"
+
+
+def read_grid(case: Case, spacing: Sequence[float] | None) -> Grid:
+    """Return the grid that the network sees of a case, from the header of its first image. Raises UserError."""
+    return target_grid(case, nifti.open_image(case.id, case.images[0], case.affine), spacing)

@@ -1,0 +1,178 @@
+"""What operations give on tensors without data, quickly, and as kernels give it on real ones.
+
+A fake mode looks for an operation in its cache, by a key made from all that its tensors have. Views, copies and sums do
+not need that: their kernels for meta tensors are compiled, take microseconds and say all of a result.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU = torch.device("cpu")
+DEVICE = torch.ops.prim.device.default  # called for fake tensors only
+COMPILED = {
+    torch.ops.aten._foreach_add_.List,
+    torch.ops.aten._foreach_copy_.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.zero_.default,
+}
+# Operations whose meta kernels are slow, and compiled ones of the same arguments that give the same.
+ALIKE = {
+    torch.ops.aten.mul_.Tensor: torch.ops.aten.add_.Tensor,
+}
+# Operations that give the tensor that they write over, by the name of it if it is not the first.
+WRITTEN = {
+    torch.ops.aten.addcmul.out: "out",
+    torch.ops.aten.leaky_relu_.default: None,
+    torch.ops.aten.leaky_relu_backward.grad_input: "grad_input",
+}
+NEW_EMPTY = torch.ops.aten.new_empty.default
+EMPTY_LIKE = torch.ops.aten.empty_like.default
+# Has no meta kernel: a fake mode would carry it out on real numbers, in memory as large as the map.
+UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
+# Known statistics make them simple; by a fake mode they are decomposed into a dozen operations.
+NORMALISE = torch.ops.aten.native_batch_norm.default
+NORMALISE_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN} | {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operation gives within a fake mode, by its meta kernel where that is enough."""
+    if func is DEVICE and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    if func is UPDATE_STATISTICS and isinstance(args[0], FakeTensor):
+        _, running_mean, running_variance, _ = args
+        return run(EMPTY_LIKE, [running_mean], {}), run(EMPTY_LIKE, [running_variance], {})
+    if func not in OPERATIONS or not _are_plain(args, kwargs):
+        return func(*args, **kwargs)
+    if func is NORMALISE or func is NORMALISE_BACKWARD:
+        return _normalised(func, args)
+    if func in WRITTEN:
+        name = WRITTEN[func]
+        return args[0] if name is None else kwargs[name]
+    if func in ALIKE:
+        func = ALIKE[func]
+    mode = _first(args).fake_mode
+    with in_kernel_invocation_manager(mode):
+        result = func(*args, **kwargs)
+    if isinstance(result, list | tuple):
+        return [_fake(mode, tensor) for tensor in result]
+    return _fake(mode, result)
+
+
+def _normalised(func: Any, args: Sequence[Any]) -> Any:
+    """Return a batch normalisation, or its gradients, by running statistics; by the fake mode where these are taken."""
+    if func is NORMALISE:
+        x, _, _, running_mean, _, is_training, *_ = args
+        if is_training or running_mean is None:
+            return func(*args)
+        nothing = [run(NEW_EMPTY, [x, [0]], {}) for _ in range(2)]
+        return run(EMPTY_LIKE, [x], {}), *nothing
+    _, x, weight, *_, is_training, _, wanted = args
+    if is_training or weight is None:
+        return func(*args)
+    of_what = (x, weight, weight)
+    return tuple(
+        run(EMPTY_LIKE, [tensor], {}) if is_wanted else None for tensor, is_wanted in zip(of_what, wanted, strict=True)
+    )
+
+
+def _are_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether all tensors are fake ones on the CPU whose numbers are not known, and stay there."""
+    if kwargs.get("device") is not None:
+        return False
+    for tensor in _tensors((*args, *kwargs.values())):
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.fake_device != CPU:
+            return False
+    return isinstance(_first(args), FakeTensor)
+
+
+def _first(args: Sequence[Any]) -> Any:
+    """Return the first argument, or of a list the first of it."""
+    first = args[0]
+    return first[0] if isinstance(first, list | tuple) else first
+
+
+def _fake(mode: Any, result: Any) -> Any:
+    """Return a kernel's result as a fake tensor; one that was written to is one already."""
+    if result is None or isinstance(result, FakeTensor):
+        return result
+    return FakeTensor(mode, result, CPU)
+
+
+def _tensors(tree: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Yield the tensors among arguments, also those in lists."""
+    for part in tree:
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, list | tuple):
+            yield from _tensors(part)
+
+
+SUM = torch.ops.aten.add.Tensor
+UNKNOWN = (0, 0, 0)
+
+
+class GradientSums:
+    """Tells a dispatch mode which sums would take no memory, after `try_out`.
+
+    Autograd adds in place to a dense tensor that it alone holds (`can_accumulate_inplace` in torch's input_buffer.cpp),
+    but never while a mode is active. Counts of references say what it holds; versions of torch differ in them.
+    """
+
+    def __init__(self) -> None:
+        self._owners = UNKNOWN  # counts of references to the last first term
+        self._sole_owner = UNKNOWN  # those of a gradient that autograd alone holds
+
+    def try_out(self) -> None:
+        """Learn the counts of a gradient that autograd alone holds, below the modes that are active."""
+        if self._sole_owner != UNKNOWN:
+            return
+        sums = GradientSums()
+        with torch.enable_grad(), _TryOut(sums):
+            x = torch.ones(2, requires_grad=True) * 1
+            (x.sin() + x.cos()).sum().backward()
+        self._sole_owner = sums._owners
+
+    def is_in_place(self, func: Any, args: Any) -> bool:
+        """Return whether an operation is such a sum. `__torch_dispatch__` itself calls this, with its own arguments."""
+        if func is not SUM or torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
+            return False
+        gradient: Tensor = args[0]
+        storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        tensor: int = gradient._use_count()  # type: ignore[attr-defined]
+        self._owners = tensor, storage, sys.getrefcount(gradient)
+        return self._owners == self._sole_owner and gradient.is_contiguous()
+
+
+class _TryOut(TorchDispatchMode):
+    def __init__(self, sums: GradientSums) -> None:
+        super().__init__()
+        self._sums = sums
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # with True, torch loads its compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._sums.is_in_place(func, args)
+        return func(*args, **(kwargs or {}))

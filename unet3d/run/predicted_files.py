@@ -1,0 +1,242 @@
+"""Files of the command predict: which are cases, and predictions.jsonl, which network wrote which label map.
+
+A folder of label maps has this record of them, and of the images that they were made from. A label map whose file was
+named has such a record of its own, hidden, so that the folder's other files stay alone.
+
+A line is added before a label map is written and after it, so that a process may be killed at any time, and several may
+write to one folder. The last line about a file counts.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unet3d.base.errors import UserError, not_saved, warn
+from unet3d.base.files import read_lines
+from unet3d.data.cases import Case
+from unet3d.data.file_names import backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
+from unet3d.data.forms import in_one_line
+from unet3d.data.grids import contradictions, foreign_units
+from unet3d.data.nifti import channels, open_image, stem
+from unet3d.data.scan import doubtful_places, file_hashes
+
+RECORD = "predictions.jsonl"
+OPTIONS = ("overlap", "mirror", "components")  # that change what the same network writes
+Entry = dict[str, Any]
+
+
+def accepted_contradictions(case: Case) -> list[str]:
+    """Return what is odd in a case and accepted by the checkpoint's options, as in training: one line each.
+
+    These are contradictions between its files, and lengths that are not in mm.
+    """
+    opened = {path: open_image(case.id, path, case.affine) for path in case.images}
+    errors = [found.error for found in contradictions(case, opened)]
+    return [str(error) for error in (*errors, *foreign_units(case, opened))]
+
+
+def doubtful_places_in(cases: Iterable[Case]) -> list[str]:
+    """Return a line for all files that state two voxel sizes, if there are any; unreadable ones are reported later."""
+    lines = list[str]()
+    for case in cases:
+        with suppress(UserError):
+            lines += doubtful_places(case, {path: open_image(case.id, path, case.affine) for path in case.images})
+    return in_one_line(lines, "data.affine of training decides; write the true size into the headers")
+
+
+def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Return the files, also the NIfTI files of folders; and a line for each input that is neither.
+
+    Raises UserError where there is no file.
+    """
+    files: list[Path] = []
+    problems: list[str] = []
+    for path in inputs:
+        try:
+            if path.is_file():
+                files.append(path)
+            elif path.is_dir():
+                files += volumes_in(path)
+            elif path.exists():
+                problems.append(f"{path}: neither file nor folder")
+            else:
+                problems.append(f"{path}: no such file or folder{backslashes(path)}")
+        except OSError as error:
+            problems.append(f"{path}: cannot be read ({error.strerror})")
+    if not files and not problems:
+        unread = other_volumes(inputs)
+        remedy = f"; {unread}" if unread else ""
+        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}{remedy}")
+    return files, problems
+
+
+def find_cases(
+    inputs: Sequence[Path],
+    count: int,
+    by_channel: bool = False,
+    shard: tuple[int, int] = (0, 1),
+    affine: str = "auto",
+) -> tuple[list[Case], list[str]]:
+    """Return the files, also the NIfTI files of folders, as cases of `count` channels, and a line for each problem.
+
+    A case has one file with all channels, or one for each, named `_0000`, `_0001` .. Of a `shard` (i, n) every n-th
+    case by name, from the i-th on: the n shards are disjoint and hold all cases. `affine` is data.affine of training.
+    """
+    files_of: dict[str, list[Path]] = {}
+    files, problems = files_in(inputs)
+    unread = other_volumes([path for path in inputs if path.is_dir()])
+    if unread:
+        warn(unread)
+    for file in files:
+        files_of.setdefault(_case_name(file, count, by_channel, affine), []).append(file)
+    index, shards = shard
+    cases = []
+    for name in sorted(files_of)[index::shards]:
+        try:
+            cases.append(_case(name, files_of[name], count)._replace(affine=affine))
+        except UserError as error:
+            problems.append(str(error))
+    return cases, problems
+
+
+def _case_name(file: Path, count: int, by_channel: bool, affine: str) -> str:
+    """Return the name of the case that a file belongs to, for a network of `count` channels."""
+    name = stem(file)
+    if count == 1:
+        return name.removesuffix("_0000") if by_channel else name
+    return name if _is_whole(file, count, affine) else without_channel(name)
+
+
+def _case(name: str, files: Sequence[Path], count: int) -> Case:
+    """Return the files of one name as a case. Raises UserError."""
+    listed = ", ".join(map(str, files))
+    refuse_long(files[0].parent, name)
+    stems = {stem(file) for file in files}
+    if len(files) > count > 1 and len(stems) == len(files):
+        raise UserError(f"{name}: has {len(files)} files ({listed}); this network takes {count} channels")
+    if len(files) > count:
+        raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
+    return Case(name, in_order(name, _with_channels(name, files, count), count), None)
+
+
+def _with_channels(name: str, files: Sequence[Path], count: int) -> list[Path]:
+    """Return one channel's files with those of the others that lie there, but were not given. Raises UserError."""
+    given = {stem(file) for file in files}
+    wanted = {f"{name}_{channel:04d}" for channel in range(count)}
+    found = list(files)
+    if count > 1 and given < wanted:
+        with suppress(OSError):
+            found += [file for file in volumes_in(files[0].parent) if stem(file) in wanted - given]
+    if len(found) > count:
+        raise UserError(f"{name}: {', '.join(map(str, found))}: two files of one channel; give those to segment")
+    return found
+
+
+def _is_whole(file: Path, count: int, affine: str) -> bool:
+    """Return whether a file holds all channels of a case; a file that cannot be read is reported later."""
+    try:
+        return channels(open_image(stem(file), file, affine)) == count
+    except UserError:
+        return False
+
+
+class Origins:
+    """The record of a folder, for a network of this origin: its digest, and options that change its label maps."""
+
+    def __init__(self, path: Path, network: Entry, checkpoint: Path) -> None:
+        self.path = path
+        self._network = network
+        self._checkpoint = str(checkpoint)
+        self._entries = dict[str, Entry]()  # by the label map's name
+        for line in read_lines(self.path) if path.parent.is_dir() else ():
+            with suppress(ValueError, RecursionError):  # a line that was cut short
+                entry = json.loads(line)
+                if isinstance(entry, dict) and isinstance(entry.get("file"), str):
+                    self._entries[entry["file"]] = entry
+
+    def missing(self, case: Case, paths: Sequence[Path]) -> list[Path]:
+        """Return which of a case's files are to be written: its label map, and perhaps its probabilities.
+
+        Raises ValueError, whose text says what is there instead, for a file that is not this network's of these images.
+        """
+        present = [path for path in paths if os.path.lexists(path)]
+        if not present:
+            return list(paths)
+        entry = self._entries.get(paths[0].name, {})
+        difference = self._difference(entry, case)
+        earlier = entry.get("earlier")
+        if difference is not None and isinstance(earlier, dict) and earlier.get("hash") == _sample([paths[0]]):
+            # Another network was to replace the label map, and has not.
+            entry = earlier
+            difference = self._difference(entry, case)
+        if difference is not None:
+            raise ValueError(f"{present[0]}: {difference}")
+        if entry["state"] != "written":
+            # This network was killed as it wrote: what is there may be what it was to replace.
+            return list(paths) if entry.get("replaces") or paths[0] in present else _without(paths, present)
+        if paths[0] in present and entry.get("hash") != _sample([paths[0]]):
+            raise ValueError(f"{paths[0]}: was changed or replaced since this network wrote it")
+        return _without(paths, present)
+
+    def _difference(self, entry: Entry, case: Case) -> str | None:
+        """Return in words in what the origin of a file is another; None where it is the same."""
+        if entry.get("state") not in ("writing", "written"):
+            return f"nothing in {self.path.name} says which network wrote it"
+        if entry.get("network") != self._network["network"]:
+            return f"is of another network, {entry.get('checkpoint')}"
+        for name in OPTIONS:
+            if entry.get(name) != self._network[name]:
+                return f"is of {name} {json.dumps(entry.get(name))}, not {json.dumps(self._network[name])}"
+        images = _sample(case.images)
+        if images is not None and entry.get("images") != images:  # what cannot be read is reported as it is segmented
+            return f"is of other images of the name {case.id}, or these changed since"
+        return None
+
+    def begin(self, case: Case, paths: Sequence[Path]) -> None:
+        """Note that the files of a case are to be written. Raises NotSaved."""
+        replaces = any(os.path.lexists(path) for path in paths)
+        before = self._entries.get(paths[0].name, {})
+        earlier = before if before.get("state") == "written" else before.get("earlier")
+        self._add(self._entry(case, paths[0], state="writing", replaces=replaces, earlier=earlier))
+
+    def end(self, case: Case, path: Path) -> None:
+        """Note that the label map of a case is written. Raises NotSaved."""
+        self._add(self._entry(case, path, state="written", hash=_sample([path])))
+
+    def _entry(self, case: Case, path: Path, **about: Any) -> Entry:
+        origin = {**self._network, "checkpoint": self._checkpoint, "images": _sample(case.images)}
+        return {"file": path.name, **origin, **about}
+
+    def _add(self, entry: Entry) -> None:
+        """Add a line, whole or so that the next one is."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            with open(os.open(self.path, flags, 0o666), "r+b", buffering=0) as file:
+                with suppress(OSError):  # a disk without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                start = "" if file.read() in (b"", b"\n") else "\n"
+                content = f"{start}{json.dumps(entry)}\n".encode()
+                while content:
+                    content = content[file.write(content) :]
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise not_saved(self.path, error) from error
+        self._entries[entry["file"]] = entry
+
+
+def _without(paths: Sequence[Path], present: Sequence[Path]) -> list[Path]:
+    return [path for path in paths if path not in present]
+
+
+def _sample(paths: Sequence[Path]) -> list[Any] | None:
+    """Return hashes by which files are known again; None where they cannot be read."""
+    with suppress(OSError, ValueError):
+        hashes = file_hashes(paths, full=False)
+        return [hashes["sample"], hashes["times"]]
+    return None
