@@ -25,7 +25,7 @@ from allocator import Events, recorded
 
 import unet3d.memory
 from unet3d.base.types import Batch, mib
-from unet3d.memory.profile import segmentation_loss
+from unet3d.memory.user_step import segmentation_loss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
 

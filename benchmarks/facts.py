@@ -16,13 +16,12 @@ from torch import nn
 from unet3d.base.terminal import WIDE, paper, terminal_table
 from unet3d.base.types import MIB, Table
 from unet3d.config import compose
-from unet3d.memory.analysis import held, state_bytes
+from unet3d.memory.breakdown import held, state_bytes
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.preflight import MemoryEstimate
+from unet3d.memory.prediction import MemoryEstimate, layer_counts
 from unet3d.memory.simulate import fake_batch
-from unet3d.memory.usual_estimates import layer_counts
 
 
 class Published(NamedTuple):

@@ -31,7 +31,7 @@ from steps import RowError, in_own_process
 from torch import nn
 
 from unet3d.base.types import mib
-from unet3d.memory import profile
+from unet3d.memory import any_network
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.plans import by_plan
 from unet3d.recomputing.prepare import has_larger_tiles
@@ -85,7 +85,7 @@ def planned_networks(
 
 def figures_of(network: nn.Module, shape: Shape, device: str, precision: str) -> Numbers:
     """Return what is predicted of a step with AdamW: bytes by name, kind and phase, and the largest layer."""
-    explanation = profile.predict(network, shape, amp=amp_of(precision), device=device)
+    explanation = any_network.predict(network, shape, amp=amp_of(precision), device=device)
     assert not explanation.guesses, explanation.guesses
     entry = explanation.entry
     largest = max(explanation.layers, key=lambda layer: layer["bytes"])

@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training import Ended, Hook, forked, start, train_here, without_frills
 
 from unet3d.base import ranks
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 
 
 def train_ranks(
@@ -110,6 +110,6 @@ def _train_as_rank(place: Path, words: tuple[str, ...], hook: Hook | None) -> No
 
 def predict_without_pictures() -> None:
     """Leave out the report and the pictures of a run with frills, but not its preflight."""
-    predict = preflight.preflight
+    predict = prediction.preflight
     without_frills()
-    preflight.preflight = predict
+    prediction.preflight = predict

@@ -47,7 +47,7 @@ from unet3d.cli import lifecycle
 from unet3d.config.schema import Config, Data
 from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 from unet3d.report import plots
 from unet3d.run import job, validation
 from unet3d.training import checkpoint, trainer
@@ -386,7 +386,7 @@ def lost_in_prediction() -> None:
         with suppress(BaseException):
             send(signal.SIGTERM)
 
-    call(preflight, "preflight", 1, swallow)
+    call(prediction, "preflight", 1, swallow)
 
 
 @promise("Resume", "a signal whose error ...")

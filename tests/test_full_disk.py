@@ -14,7 +14,7 @@ from promises import promise
 from training import TINY, face, fill
 
 from unet3d.cli import memory_of_config
-from unet3d.memory.preflight import MemoryEstimate
+from unet3d.memory.prediction import MemoryEstimate
 
 Act = Callable[[Path], int]
 

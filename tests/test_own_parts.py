@@ -21,7 +21,7 @@ from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, plan
 from unet3d.config import compose
 from unet3d.config.schema import Model
-from unet3d.memory.preflight import preflight
+from unet3d.memory.prediction import preflight
 from unet3d.memory.segments import choose_segments
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy

@@ -25,7 +25,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.preflight import estimate
+from unet3d.memory.prediction import estimate
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
 from unet3d.report.wandb_logger import without_paths

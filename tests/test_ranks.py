@@ -24,7 +24,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import NotSaved, OutOfMemory, RankLost, UserError
 from unet3d.cli import lifecycle
 from unet3d.config import compose, rules
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 from unet3d.training import checkpoint, trainer
 from unet3d.training.inference import Predictor
 
@@ -185,7 +185,7 @@ def stop_twice() -> None:
 
 
 def signalled_as_it_says_why() -> None:
-    preflight.preflight = functools.partial(fail, UserError("budget=0.5MiB"))
+    prediction.preflight = functools.partial(fail, UserError("budget=0.5MiB"))
     call(lifecycle, "how_to_go_on", 1, functools.partial(send, signal.SIGTERM))  # its last line names that
     signalled_at_exit()
 

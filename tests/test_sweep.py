@@ -20,7 +20,7 @@ from wandb_records import read_run
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle, sweep
 from unet3d.config.schema import Config, Model
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 
 PREDICTED = [*TINY, "model.in_channels=1", "model.classes=3", "dry_run=true"]
 
@@ -57,14 +57,14 @@ def memory_of(folder: Path) -> dict:
 def predict_as_before(memory: dict) -> None:
     """In the place of a simulation: this memory, less a byte for each segment. Too much for 1 MiB; lost with ckpt=2."""
 
-    def predict(config: Config, _: Model, before: Any = None) -> preflight.Preflight:
+    def predict(config: Config, _: Model, before: Any = None) -> prediction.Preflight:
         if config.budget == "1MiB":
             raise UserError("budget=1MiB: too little")
         if config.ckpt == 2:
             raise RuntimeError("lost")
-        return preflight.Preflight((), None, smaller(memory, config.ckpt))
+        return prediction.Preflight((), None, smaller(memory, config.ckpt))
 
-    preflight.preflight = predict
+    prediction.preflight = predict
 
 
 def smaller(memory: dict, size: int) -> dict:

@@ -17,7 +17,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.config import compose, rules
 from unet3d.memory.meter import COUNTED
-from unet3d.memory.preflight import estimate
+from unet3d.memory.prediction import estimate
 from unet3d.run.environment import environment
 from unet3d.run.record import headline, read_run
 from unet3d.training.losses import LOSSES

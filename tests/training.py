@@ -28,7 +28,7 @@ from unet3d.base import progress
 from unet3d.cli import main, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 from unet3d.memory.technique import choose_technique, saved
 from unet3d.recomputing import prepare, search
 from unet3d.report import case_plots, memory_plots, plots, report
@@ -168,18 +168,18 @@ def make_media_folder() -> None:
         os.makedirs(private.MEDIA_TMP.name, exist_ok=True)
 
 
-def _unpredicted(config: Config, options: Model, before: Any = None) -> preflight.Preflight:
+def _unpredicted(config: Config, options: Model, before: Any = None) -> prediction.Preflight:
     """Choose what backward computes a second time, and predict nothing."""
     if config.recompute != "none":
         program = choose_technique(config, options).program
         schedule = None if program is None else saved(config, program)
-        return preflight.Preflight((), schedule, {})
-    return preflight.Preflight((0, 2) if config.ckpt else (), None, {})
+        return prediction.Preflight((), schedule, {})
+    return prediction.Preflight((0, 2) if config.ckpt else (), None, {})
 
 
 def without_frills() -> None:
     """No preflight, no report, pictures of one pixel: they take longer than the training, and no fault is in them."""
-    preflight.preflight = _unpredicted
+    prediction.preflight = _unpredicted
     pixels_alone()
 
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from unet3d.base.types import Batch
 from unet3d.cli.memory_of_config import narrowed
 from unet3d.config import compose
-from unet3d.memory import analysis, tables
+from unet3d.memory import breakdown, tables
+from unet3d.memory.breakdown import Levels
 from unet3d.memory.ledger import CATEGORIES, Ledger
-from unet3d.memory.levels import Levels
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.preflight import MemoryEstimate
+from unet3d.memory.prediction import MemoryEstimate, usual_estimates
 from unet3d.memory.tables import sentence
-from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.training.losses import LOSSES, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
@@ -105,7 +104,7 @@ def test_the_moment_of_the_peak_is_named() -> None:
     assert moment["words"] in tables.moment(forum().entry) and moment["operation"] in tables.moment(forum().entry)
     ledger = estimate("ckpt=2").ledger
     recomputed = next(s for s in ledger.storages if s.scope.is_recomputed and "conv1" in s.scope.module)
-    found = analysis.describe(ledger, recomputed.born + 1)
+    found = breakdown.describe(ledger, recomputed.born + 1)
     assert "inc.conv1" in found["words"] and found["is_recomputed"]
 
 
@@ -167,14 +166,14 @@ def test_what_autograd_saved_is_seen() -> None:
         loss = (x.sigmoid() * 2).sum()
         ledger.mark("backward")
         end = len(ledger.events)
-    saved = [group for group in analysis.held(ledger, end) if group.shape == (64, 64)]
+    saved = [group for group in breakdown.held(ledger, end) if group.shape == (64, 64)]
     assert sum(group.number for group in saved) == 2, "x, and sigmoid(x)"
     assert loss.requires_grad
 
 
 def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -> None:
     subject = estimate()
-    start, rows = analysis.timeline_rows(subject.ledger)
+    start, rows = breakdown.timeline_rows(subject.ledger)
     alive = accumulate((row.change_bytes for row in rows), initial=sum(start.values()))
     assert max(alive) == subject.step.tensors
     assert [row.phase for row in rows] == sorted((row.phase for row in rows), key=list(subject.entry["phases"]).index)
@@ -183,7 +182,7 @@ def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -
 def test_held_at_the_peak_is_everything_alive() -> None:
     subject = estimate()
     moment = subject.ledger.peak_moment()
-    groups = analysis.held(subject.ledger, moment)
+    groups = breakdown.held(subject.ledger, moment)
     assert sum(group.bytes for group in groups) == subject.step.tensors
     assert sum(group.number for group in groups) == len(subject.ledger.alive_at(moment))
 

@@ -8,7 +8,7 @@ import torch
 from evenly import evenly
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.memory.tracker import ModuleScope, ModuleTracker
+from unet3d.memory.ledger import ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import state
 from unet3d.recomputing.plans import by_plan

@@ -19,7 +19,7 @@ from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.types import mib
 from unet3d.config import compose
-from unet3d.memory.levels import short_name
+from unet3d.memory.breakdown import short_name
 from unet3d.recomputing.module import Recomputed
 
 NET = ("model=unet_tiny", "model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]", *PLAIN)

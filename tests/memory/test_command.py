@@ -17,7 +17,7 @@ from training import PLAIN, face
 from unet3d.base.types import mib
 from unet3d.cli.memory_of_config import family, narrowed
 from unet3d.config import compose
-from unet3d.memory.preflight import estimate
+from unet3d.memory.prediction import estimate
 
 NET = ("model.in_channels=1", "model.classes=3", "data.patch=[16,16,16]")
 

@@ -21,12 +21,12 @@ from unet3d.base.errors import is_out_of_memory
 from unet3d.base.types import MIB, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 from unet3d.memory.allocator import Settings
-from unet3d.memory.copies import GpuLedger
 from unet3d.memory.fake_tensors import cuda_autocast, fake_mode
+from unet3d.memory.gpu_ledgers import GpuLedger
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.preflight import MemoryEstimate
+from unet3d.memory.prediction import MemoryEstimate
 from unet3d.memory.simulate import simulate
 from unet3d.model.unet import UNet3D
 from unet3d.run.training_state import TrainingState
@@ -210,14 +210,14 @@ def test_the_replay_has_the_settings_that_the_environment_asks_for(
 ) -> None:
     config = tiny("model.features=[8]", "device=cuda", "dry_run=true", *PLAIN)
     asked: list[Settings] = []
-    replayed = preflight.replay
-    monkeypatch.setattr(preflight, "replay", lambda events, given: asked.append(given) or replayed(events, given))
+    replayed = prediction.replay
+    monkeypatch.setattr(prediction, "replay", lambda events, given: asked.append(given) or replayed(events, given))
     for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(other, raising=False)
-    preflight.preflight(config, config.model)
+    prediction.preflight(config, config.model)
     assert "_ALLOC_CONF" not in capsys.readouterr().out
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True,backend:cudaMallocAsync")
-    preflight.preflight(config, config.model)
+    prediction.preflight(config, config.model)
     assert asked == [Settings(), Settings(expandable=True, max_split=64 * MIB)]
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "_ALLOC_CONF" in line)
     assert line.startswith(f"{name}:") and "backend:cudaMallocAsync" in line and "max_split" not in line

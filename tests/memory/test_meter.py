@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unet3d.base.types import Batch
-from unet3d.memory.analysis import by_phase
+from unet3d.memory.breakdown import by_phase
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, LedgerMeter, open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.training.losses import SegmentationLoss, ce

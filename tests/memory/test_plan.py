@@ -20,7 +20,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import variants as search_of_ways
 from unet3d.memory.peak import Peak
-from unet3d.memory.preflight import peaks_without, preflight
+from unet3d.memory.prediction import peaks_without, preflight
 from unet3d.memory.remedies import find_fit, oom_in_validation, oom_suggestions, pareto_front
 from unet3d.memory.simulate import validation_peak
 from unet3d.memory.technique import choose_technique, step_peak
@@ -318,7 +318,7 @@ def test_on_cuda_a_budget_is_of_what_the_allocator_reserves(without_recompute: N
     "a GPU has less memory free than the step would reserve, or a validation hold",
     "exit 2 before the run, with what would fit",
 )
-@without("unet3d.memory.preflight.refuse_over_card", nothing)
+@without("unet3d.memory.prediction.refuse_over_card", nothing)
 def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(
     gpu: list[int], capsys: pytest.CaptureFixture
 ) -> None:
@@ -363,7 +363,7 @@ def test_auto_sees_one_window_at_a_time_where_a_gpu_has_no_room_for_more(
     gpu[:] = [2**30, 2**30]
     needed = {1: 2**29, 2: 2**31}
     monkeypatch.setattr(
-        "unet3d.memory.preflight.validation_peak",
+        "unet3d.memory.prediction.validation_peak",
         lambda config, *_: needed[2 if config.inference.batch == "auto" else config.inference.batch],
     )
     preflight(asked, asked.model)
@@ -395,11 +395,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return memory
 
 
-def test_a_budget_that_was_too_high_is_the_first_thing_to_go() -> None:
+def test_a_budget_that_was_too_high_is_the_first_thing_to_go(without_recompute: None) -> None:
     """For it, `recompute=auto` may have kept all of a network."""
     words = ("amp=true", "batch=1", "data.patch=[4,32,32]")
     asked = config(*words, "recompute=auto", "budget=8GiB")
-    _, _, before, first = islice(oom_suggestions(asked, asked.model, seconds=0.1), 4)
+    _, _, before, first = islice(oom_suggestions(asked, asked.model), 4)
     assert words_in(first) == ["budget=null", "recompute=tiles"]
     assert peak_in(first) == mib(peak_of(*words, "recompute=tiles")) != peak_in(before)
 

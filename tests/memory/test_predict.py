@@ -16,7 +16,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.preflight import preflight
+from unet3d.memory.prediction import preflight
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique, predicted, step_peak
 from unet3d.memory.variants import resized
@@ -164,7 +164,7 @@ def test_a_step_that_the_machine_cannot_hold_is_said_so(
     options = config(*PLAIN)
     said = []
     for size in (2**40, 2**17):
-        monkeypatch.setattr("unet3d.memory.preflight.host_bytes", lambda size=size: size)
+        monkeypatch.setattr("unet3d.memory.prediction.host_bytes", lambda size=size: size)
         preflight(options, options.model)
         said.append(capsys.readouterr().out.splitlines())
     plenty, little = said

@@ -19,7 +19,7 @@ from unet3d.config.schema import Config
 from unet3d.memory import technique
 from unet3d.memory import variants as search_of_ways
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.preflight import preflight
+from unet3d.memory.prediction import preflight
 from unet3d.memory.remedies import find_fit
 from unet3d.memory.segments import choose_segments
 from unet3d.memory.simulate import validation_peak

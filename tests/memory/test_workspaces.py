@@ -15,10 +15,9 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
 from unet3d.memory.allocator import EMPTY_CACHE
-from unet3d.memory.copies import GpuLedger
-from unet3d.memory.counters import Counters
+from unet3d.memory.gpu_ledgers import Counters, GpuLedger
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter
-from unet3d.memory.preflight import preflight
+from unet3d.memory.prediction import preflight
 from unet3d.memory.simulate import simulate
 from unet3d.recomputing import workspaces
 from unet3d.training.losses import SegmentationLoss, ce

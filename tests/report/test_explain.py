@@ -24,8 +24,8 @@ import unet3d.memory
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
+from unet3d.memory.any_network import Explanation
 from unet3d.memory.meter import COUNTED
-from unet3d.memory.profile import Explanation
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import step_peak
 from unet3d.report import explained
@@ -33,6 +33,7 @@ from unet3d.run import run_folder
 from unet3d.training import optim
 
 SHAPE = (1, 1, 16, 16, 16)
+SMALL = ("model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "batch=1", "optim.clip=null")
 
 
 class Own(nn.Module):
@@ -85,7 +86,7 @@ def test_a_recomputed_network_is_predicted_as_it_is_measured() -> None:
 
 
 def test_of_the_packages_own_network_it_says_what_a_run_is_predicted_to_need() -> None:
-    config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", "workers=0"])
+    config = compose.compose([*SMALL, "workers=0"])
     config.model.in_channels, config.model.classes = 1, 3
     made = partial(optim.optimizer, config.optim)
     model = build.model(config.model, 0)
@@ -212,17 +213,15 @@ def test_on_cuda_it_is_predicted_without_a_gpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
-def test_of_the_packages_own_network_it_predicts_what_a_run_is_predicted_to_need(device: str) -> None:
-    """On CUDA a run's step lets go of its batch, which here is the caller's."""
-    words = ["model=unet_tiny", "data.patch=[16,16,16]", "batch=1", "optim.clip=null", f"device={device}"]
-    config = compose.compose([*words, "amp=true", "amp_dtype=bf16"])
+def test_of_the_packages_own_network_it_predicts_what_a_run_is_predicted_to_need_on_cuda() -> None:
+    """There a run's step lets go of its batch, which here is the caller's."""
+    config = compose.compose([*SMALL, "device=cuda", "amp=true", "amp_dtype=bf16"])
     config.model.in_channels, config.model.classes = 1, 3
     model, label = build.model(config.model, 0), torch.zeros(1, 16, 16, 16, dtype=torch.int16)
-    found = unet3d.memory.predict(model, SHAPE, build.loss(config, 3), AdamW, "bf16", label, device).phases
+    found = unet3d.memory.predict(model, SHAPE, build.loss(config, 3), AdamW, "bf16", label, "cuda").phases
     wanted = simulate(config, config.model).summary()["phases"]
     image, label_map = 4 * 16**3, 2 * 16**3  # bytes
-    kept = {"backward": image, "step": image + label_map} if device == "cuda" else {}  # the loss needs the labels
+    kept = {"backward": image, "step": image + label_map}  # the loss needs the labels
     for name, peaks in found.items():
         less = kept.get(name, 0)
         assert {when: size - less for when, size in peaks.items()} == wanted[name], name

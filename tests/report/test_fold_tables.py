@@ -15,6 +15,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Table
 from unet3d.report import fold_tables
 from unet3d.report.fold_tables import as_latex, as_markdown, latex, markdown
+from unet3d.report.scores import Score
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
 FIRST = ("a,.5,.7,1\nb,.7,,2\n", "c,.8,.9,\n", "d,.1,.4,3\n")  # of folds 0, 1 and 2
@@ -84,7 +85,7 @@ def test_all_is_written_for_papers_and_for_programs(methods: list[fold_tables.Me
     assert {row["class"] for row in rows_of(out / "paired.csv")} == {"left", "right", "mean of classes"}
 
 
-@without("unet3d.report.fold_tables.scores_by_case", lambda row, metric: {"left": {"a": 0.5, "b": 0.7}})
+@without("unet3d.report.folds.scores", lambda row, metric: {"left": Score((), {"a": 0.5, "b": 0.7}, *[None] * 4)})
 def test_the_paired_test_is_of_cases_that_both_have(methods: list[fold_tables.Method]) -> None:
     first, second = (method.row for method in methods)
     tests = {(test.metric, test.name): test for test in fold_tables.paired_tests(first, second)}

@@ -245,6 +245,14 @@ def test_a_logger_of_ones_own_neither_ends_the_run_nor_logs_nothing_unsaid(
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}]
 
 
+def test_a_logger_is_one_file_that_its_path_names(tmp_path: Path, capsys: Capture) -> None:
+    path = "unet3d.report.tensorboard_logger:TensorBoardLogger"
+    opened = open_loggers(Config(loggers=[path], wandb=Wandb(mode="disabled")), tmp_path)
+    opened.scalars({"a": 1}, 1)
+    opened.close(0)
+    assert any((tmp_path / "tensorboard").iterdir()) and capsys.readouterr().err == ""
+
+
 def test_an_interrupt_is_not_taken_for_a_failing_logger() -> None:
     with pytest.raises(KeyboardInterrupt):
         Loggers([Memory(0, KeyboardInterrupt)]).scalars({}, 1)
@@ -299,8 +307,12 @@ def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def public(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A run that is not private, and was to be online, of a user without a key; and the lines on its stderr."""
+    """A run that is not private, and was to be online, of a user without a key; and the lines on its stderr.
+
+    Its best checkpoint is recorded, too.
+    """
     code = SESSION.replace("config = Config()", "config = Config(); config.wandb.mode = 'online'")
+    code = code.replace("loggers.close(3)", "loggers.checkpoint(pathlib.Path('picture.png'))\nloggers.close(3)")
     return session(tmp_path_factory.mktemp("public"), "public", code=code)
 
 
@@ -363,19 +375,15 @@ def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
     assert started(Config(), job)[:4] == ["of the environment", None, None, None]
 
 
-@pytest.mark.slow
-def test_the_best_checkpoint_is_an_artifact(tmp_path: Path) -> None:
-    picture = "pathlib.Path('picture.png')"
-    code = SESSION.replace("loggers.close(3)", f"loggers.checkpoint({picture})\nloggers.close(3)")
-    folder, warnings = session(tmp_path, code=code)
-    assert warnings == []
+def test_the_best_checkpoint_is_an_artifact(public: tuple[Path, list[str]]) -> None:
+    folder, _ = public
     found = read_run(folder)
     (artifact,) = found.artifacts
     assert (artifact.type, artifact.name) == ("model", f"run-{found.run.run_id}-best")
     (entry,) = artifact.manifest.contents
     assert entry.path == "picture.png" and Path(entry.local_path).is_relative_to(folder.resolve())
     assert Path(entry.local_path).read_bytes() == Path(folder, "..", "picture.png").read_bytes()
-    assert not [p for p in (tmp_path / "marie.curie").rglob("*") if p.is_file() and "artifacts" in p.parts], "copies"
+    assert not [p for p in (folder.parents[1] / "marie.curie").rglob("*") if "artifacts" in p.parts and p.is_file()]
 
 
 RESUMED = """

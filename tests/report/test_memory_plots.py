@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 
 from unet3d.base.types import MIB
 from unet3d.config import compose
-from unet3d.memory import analysis
+from unet3d.memory import breakdown
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
 from unet3d.memory.technique import predicted
@@ -112,12 +112,12 @@ def test_phases_whose_first_step_is_unknown_have_no_mark_for_it(draw: Callable[.
 # --- timeline
 
 
-def alive_bytes(start: dict[str, int], rows: list[analysis.TimelineRow]) -> np.ndarray:
+def alive_bytes(start: dict[str, int], rows: list[breakdown.TimelineRow]) -> np.ndarray:
     return np.cumsum([sum(start.values()), *(row.change_bytes for row in rows)])
 
 
 def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Callable[..., Axes]) -> None:
-    start, rows = analysis.timeline_rows(meter().ledger)
+    start, rows = breakdown.timeline_rows(meter().ledger)
     axes = draw(memory_plots.timeline_plot, start, rows)
     outline = axes.collections[-1].get_paths()[0].vertices
     highest = np.zeros(len(rows) + 1)
@@ -129,7 +129,7 @@ def test_the_areas_of_a_step_end_at_the_bytes_alive_after_every_event(draw: Call
 
 
 def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: Callable[..., Axes]) -> None:
-    start, rows = analysis.timeline_rows(meter().ledger)
+    start, rows = breakdown.timeline_rows(meter().ledger)
     entry = meter().summary()
     axes = draw(memory_plots.timeline_plot, start, rows)
     peak = rows[int(alive_bytes(start, rows)[1:].argmax())]
@@ -140,7 +140,7 @@ def test_the_peak_of_a_step_is_named_and_its_categories_lie_on_each_other(draw: 
 
 
 def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) -> None:
-    axes = draw(memory_plots.timeline_plot, *analysis.timeline_rows(meter().ledger))
+    axes = draw(memory_plots.timeline_plot, *breakdown.timeline_rows(meter().ledger))
     names = {text.get_text() for text in axes.texts}
     assert "backward" in names
     assert "data" not in names  # two events wide
@@ -149,7 +149,7 @@ def test_phases_too_narrow_for_their_names_have_none(draw: Callable[..., Axes]) 
 @pytest.mark.parametrize("peak", [None, pytest.param(0, marks=pytest.mark.slow), 9999])
 def test_a_peak_anywhere_in_many_events_is_legible(draw: Callable[..., Axes], peak: int | None) -> None:
     rows = [
-        analysis.TimelineRow("forward" if i < 5000 else "backward", "inc.conv1", "temporaries", change)
+        breakdown.TimelineRow("forward" if i < 5000 else "backward", "inc.conv1", "temporaries", change)
         for i, change in enumerate(MIB if i == peak else 0 for i in range(10000))
     ]
     axes = draw(memory_plots.timeline_plot, {"params": MIB // 2}, rows)
@@ -217,7 +217,7 @@ def test_what_bytes_are_for_has_one_colour_in_all_pictures(draw: Callable[..., A
     entry = meter().summary()
     found = [
         draw(memory_plots.phase_plot, entry),
-        draw(memory_plots.timeline_plot, *analysis.timeline_rows(meter().ledger)),
+        draw(memory_plots.timeline_plot, *breakdown.timeline_rows(meter().ledger)),
     ]
     for axes in [*found, draw(memory_plots.layer_plot, entry)]:
         for name, colour in legend(axes).items():

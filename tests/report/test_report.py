@@ -460,11 +460,7 @@ ODD_VALUES += ['{"step": 9, "train/loss": 1e308, "time/step_s": 1e308}', '{"step
 
 
 @promise("Run folders and checkpoints of strangers", "memory.json, metrics.jsonl or env.json ...")
-@pytest.mark.parametrize(
-    ("lines", "read"),
-    [(LINES, []), *(([line], [9]) for line in ODD_VALUES)],
-    ids=["no records", "texts", "huge numbers", "long numbers"],
-)
+@pytest.mark.parametrize(("lines", "read"), [(LINES, []), (ODD_VALUES, [9, 9, 9])], ids=["no records", "odd values"])
 @without("unet3d.run.run_folder.fits", yes, only="no records")
 def test_a_damaged_record_is_passed_over(folder: Path, lines: list[str], read: list[int]) -> None:
     path = folder / "metrics.jsonl"

@@ -6,7 +6,7 @@ from promises import promise
 
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.preflight import preflight
+from unet3d.memory.prediction import preflight
 from unet3d.training import switches
 
 BF16 = torch.bfloat16

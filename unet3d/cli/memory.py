@@ -46,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         if is_fit or len(jobs) > 1:
             raise UserError("--below checks one config; remove fit and commas")
         _refuse_budget(jobs[0])
-        from unet3d.cli import memory_below
+        from unet3d.cli import memory_of_module
 
-        return memory_below.check_config(
+        return memory_of_module.check_config(
             jobs[0],
             arguments.half,
             budget_bytes(arguments.below, BELOW),
@@ -125,10 +125,10 @@ def _explain_module(arguments: argparse.Namespace) -> int:
         raise UserError(f"--input {arguments.input}: {example}")
     shape = [int(size) for size in arguments.input.split("x")]
     keywords = network_keywords(arguments.args)
-    if arguments.below is not None:
-        from unet3d.cli import memory_below
+    from unet3d.cli import memory_of_module
 
-        return memory_below.check_module(
+    if arguments.below is not None:
+        return memory_of_module.check_module(
             arguments.module,
             keywords,
             shape,
@@ -137,8 +137,6 @@ def _explain_module(arguments: argparse.Namespace) -> int:
             arguments.depth,
             as_json=arguments.json,
         )
-    from unet3d.cli import memory_of_module
-
     if others:
         memory_of_module.print_peaks(arguments.module, keywords, shape, jobs, [config, *others])
         return 0

@@ -15,14 +15,13 @@ from unet3d.base.progress import track
 from unet3d.base.terminal import WIDE, plain_text
 from unet3d.base.types import Table, mib, percent
 from unet3d.config import compose
-from unet3d.memory import analysis, tables, variants
+from unet3d.memory import breakdown, tables, variants
 from unet3d.memory.allocator import Settings
-from unet3d.memory.levels import layer_names, stage_of
+from unet3d.memory.breakdown import layer_names, stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.peak import peak_of
-from unet3d.memory.preflight import MemoryEstimate, estimate, recompute_line
+from unet3d.memory.prediction import MemoryEstimate, estimate, recompute_line, usual_estimates
 from unet3d.memory.technique import some_schedules, step_peak
-from unet3d.memory.usual_estimates import usual_estimates
 from unet3d.report import memory_plots, report
 from unet3d.run import record
 from unet3d.run.pretrained import with_init_names
@@ -179,7 +178,7 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
 
 def _groups(subject: MemoryEstimate) -> Table:
     """Return the largest groups of equal tensors at the peak."""
-    groups = analysis.held(subject.ledger, subject.ledger.peak_moment())[:GROUPS_SHOWN]
+    groups = breakdown.held(subject.ledger, subject.ledger.peak_moment())[:GROUPS_SHOWN]
     rows = []
     for group in groups:
         tensors = f"{group.number} x {group.shape} {group.dtype}"

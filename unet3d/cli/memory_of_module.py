@@ -1,9 +1,11 @@
-"""`unet3d memory --module`: where the memory of a training step of any network goes."""
+"""`unet3d memory` of any network (`--module`), and a predicted peak beside a limit (`--below`), of a config, too."""
 
 import json
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,19 @@ from unet3d.base.errors import ForeseenError, UserError, escaped, is_out_of_memo
 from unet3d.base.progress import track
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib
+from unet3d.cli import lifecycle
 from unet3d.cli.memory_of_several import own_words
 from unet3d.config.schema import Config
-from unet3d.memory import profile
-from unet3d.memory.preflight import recompute_line
+from unet3d.memory import any_network
+from unet3d.memory.any_network import Check, check_step
+from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.prediction import estimate, left_out, recompute_line
+from unet3d.memory.tables import guessed
 from unet3d.recomputing.module import Recomputed
 from unet3d.report import explained
+from unet3d.run.pretrained import with_init_names
+
+ABOVE = 1  # the exit code where the peak is more than the limit
 
 
 def print_module(
@@ -42,7 +51,7 @@ def print_module(
         device = build.device(config)
         with _failures_refused(path, _step_fails(shape)):
             trained = _by_plan(network.to(device), config)
-            explanations.append(profile.explain(trained, shape, amp=_amp(config), depth=depth))
+            explanations.append(any_network.explain(trained, shape, amp=_amp(config), depth=depth))
     print(*explanations, sep="\n\n")
     if explanations[0].program is not None:
         print(recompute_line(config, explanations[0].program))
@@ -92,11 +101,11 @@ def prediction(
     shape: Sequence[int],
     config: Config,
     depth: int | None = None,
-) -> profile.Explanation:
+) -> any_network.Explanation:
     """Return the prediction of a step; its `guesses` are no warnings. Raises UserError where the step fails."""
     with _failures_refused(path, _step_fails(shape)), warnings.catch_warnings(action="ignore"):
         trained = _by_plan(network, config)
-        return profile.predict(trained, shape, amp=_amp(config), device=build.device_type(config), depth=depth)
+        return any_network.predict(trained, shape, amp=_amp(config), device=build.device_type(config), depth=depth)
 
 
 def _amp(config: Config) -> bool | str:
@@ -138,3 +147,50 @@ def _refusal(path: str, problem: str, error: Exception) -> UserError:
         missing = escaped(str(error).partition("\n")[0])  # MONAI goes on with advice and a trace
         return UserError(f"--module {path}: needs a package that is not installed: {missing}")
     return UserError(f"--module {path}: {problem}: {reason(error)}")
+
+
+def check_config(overrides: Sequence[str], half: bool, limit: int, depth: int | None, *, as_json: bool) -> int:
+    """Print whether a step of a config stays within a limit (bytes). Return the exit code. Raises UserError."""
+    with _stdout_to_stderr():
+        subject = estimate(with_init_names(overrides), half)
+        if build.device_type(subject.config) == "cpu":  # an allocator settles later
+            subject = replace(subject, steps=STEPS_FOR_PEAK)
+        check = check_step(subject.meter, subject.name, limit)
+    for line in left_out(subject.config):
+        lifecycle.print_error(f"warning: {line}")
+    return _print_check(check, depth, as_json)
+
+
+def check_module(
+    path: str,
+    keywords: Mapping[str, Any],
+    shape: Sequence[int],
+    config: Config,
+    limit: int,
+    depth: int | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Print whether a step of any network stays within a limit (bytes). Return the exit code. Raises UserError."""
+    with _stdout_to_stderr():
+        network = made(path, keywords)
+        explanation = prediction(path, network, shape, config)
+        check = check_step(explanation.meter, explanation.name, limit)
+    return _print_check(check, depth, as_json)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what a user's network prints to stderr: stdout is for the answer alone."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def _print_check(check: Check, depth: int | None, as_json: bool) -> int:
+    """Print the answer on stdout, and what it leaves out on stderr."""
+    for note in check.notes:
+        lifecycle.print_error(f"warning: {note}")
+    if check.guesses:
+        lifecycle.print_error(f"warning: {guessed({'guesses': check.guesses})}")
+    print(json.dumps(check.as_json(depth), indent=2) if as_json else escaped(check.line))
+    return 0 if check.fits else ABOVE

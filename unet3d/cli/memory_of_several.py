@@ -18,7 +18,7 @@ from unet3d.base.types import MIB, Table, budget_bytes, mib
 from unet3d.cli.memory_of_config import scaled_width, sizes_of_schedules
 from unet3d.memory import remedies, tables, variants
 from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.preflight import MemoryEstimate, estimate
+from unet3d.memory.prediction import MemoryEstimate, estimate
 from unet3d.memory.technique import step_peak
 from unet3d.report import memory_plots
 from unet3d.report.comparison_plots import PlottedRun, comparison_plot

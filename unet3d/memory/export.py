@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.files import replacing
-from unet3d.memory.analysis import describe, dtype_name
+from unet3d.memory.breakdown import describe, dtype_name
 from unet3d.memory.ledger import ADOPTED, Ledger, Storage
 
 Frames = list[dict[str, Any]]

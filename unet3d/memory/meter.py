@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, default_generator, nn
 
-from unet3d.memory.analysis import PhaseBytes, by_phase, first_and_steady, summarise_ledger
-from unet3d.memory.copies import GpuLedger
-from unet3d.memory.counters import Counters, CudaLedger
-from unet3d.memory.ledger import Ledger
-from unet3d.memory.levels import layer_names
-from unet3d.memory.tracker import ModuleTracker
+from unet3d.memory.breakdown import PhaseBytes, by_phase, first_and_steady, layer_names, summarise_ledger
+from unet3d.memory.gpu_ledgers import Counters, CudaLedger, GpuLedger
+from unet3d.memory.ledger import Ledger, ModuleTracker
 from unet3d.training.step import PHASES
 
 MEASURED_STEPS = 3  # gradients and optimizer state appear in the first, the third repeats the second

@@ -12,7 +12,7 @@ from unet3d.base.fit import fit
 from unet3d.base.progress import counting
 from unet3d.base.types import budget_bytes, mib
 from unet3d.config.schema import Config, Model, options_with
-from unet3d.memory import analysis
+from unet3d.memory import breakdown
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.tables import NAMES
 from unet3d.memory.technique import step_peak
@@ -197,12 +197,12 @@ def oom_moment(ledger: Ledger) -> Iterator[str]:
     _, phase = ledger.marks[-1]
     if phase == "end":  # the ledger has stopped: later steps repeat the first ones
         moment = ledger.peak_moment()
-        peak = analysis.describe(ledger, moment)["words"]
+        peak = breakdown.describe(ledger, moment)["words"]
         yield f"not in the first {steps_done} steps, whose peak was in {peak}; held then:"
     else:
         place = "before" if phase == "before" else f"in {phase} of"
         yield f"{place} step {steps_done + 1}, {mib(ledger.alive_bytes()[moment])} MiB of tensors alive:"
-    for group in analysis.held(ledger, moment)[:GROUPS_SHOWN]:
+    for group in breakdown.held(ledger, moment)[:GROUPS_SHOWN]:
         tensors = f"{group.number} x {group.shape} {group.dtype}"
         yield f"  {mib(group.bytes):>10} MiB  {tensors}, {NAMES[group.category]}"
 

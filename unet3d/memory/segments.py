@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from unet3d.base.errors import UserError
 from unet3d.base.progress import track
 from unet3d.config.schema import Config, Model, Optim
-from unet3d.memory.analysis import last_step, phase_ends
+from unet3d.memory.breakdown import last_step, phase_ends, stage_of
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.levels import stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.simulate import memoized, simulate, step_key

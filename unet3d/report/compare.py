@@ -186,42 +186,41 @@ def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
-    """Write compare.csv, .png, .html and curves.png, of cross-validations folds.csv, .png; return the page's path."""
+    """Write compare.csv, .png, .html and curves.png, of cross-validations folds.csv, .png; return the page's path.
+
+    The rows of compare.csv are of methods, those of folds.csv of their runs.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / "compare.csv", *numbers_table(folds.methods(runs)))
-    _draw_peaks(runs, folder / "compare.png")
-    _draw_curves(runs, folder / "curves.png")
-    _write_folds(runs, folder)
+    (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison, as the pictures
+    for name in ("compare", "curves", "folds"):
+        remove_picture(folder / f"{name}.png")
+    rows = folds.methods(runs)
+    keys = method_columns(rows)
+    write_csv(folder / "compare.csv", *numbers_table(rows))
+    if any(row.folds for row in rows):
+        write_csv(folder / "folds.csv", *numbers_table(runs))
+    _draw_peaks(runs, keys, folder / "compare.png")
+    keys_of_runs = method_columns(runs)
+    curves = {label(run, keys_of_runs): run.curves for run in runs if run.curves}
+    if curves:
+        curves_plot(curves, folder / "curves.png")
+    scored = [row for row in rows if row.folds and row.numbers["dice_mean"] is not None]
+    if scored:
+        folds_plot([(label(row, keys), folds.scores(row, "dice")) for row in scored], folder / "folds.png")
     write_text(folder / "compare.html", _page(runs, folder))
     return folder / "compare.html"
 
 
-def _write_folds(runs: Sequence[ComparedRun], folder: Path) -> None:
-    """Write one row per run of cross-validations, whose rows in compare.csv are of several, and draw their scores."""
-    rows = folds.methods(runs)
-    keys = method_columns(rows)
-    (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison
-    remove_picture(folder / "folds.png")
-    if any(row.folds for row in rows):
-        write_csv(folder / "folds.csv", *numbers_table(runs))
-    scored = [row for row in rows if row.folds and row.numbers["dice_mean"] is not None]
-    if scored:
-        folds_plot([(label(row, keys), folds.scores(row, "dice")) for row in scored], folder / "folds.png")
-
-
-def _draw_peaks(runs: Sequence[ComparedRun], path: Path) -> None:
+def _draw_peaks(runs: Sequence[ComparedRun], keys: Sequence[str], path: Path) -> None:
     """Draw the runs with a measured peak; with fewer than two, all with a peak; without any, nothing."""
-    remove_picture(path)  # of an earlier comparison
     runs_with_peak = [run for run in runs if run.basis == "measured"]
     if len(runs_with_peak) < 2:
         runs_with_peak = [run for run in runs if run.basis is not None]
-    if not runs_with_peak:
-        return
-    keys = method_columns(folds.methods(runs))
-    plotted = [_plotted(row, keys) for row in folds.methods(runs_with_peak)]
-    names = [line.partition(":")[0] for line in not_comparable(runs_with_peak)]
-    remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
-    comparison_plot(plotted, remark, path)
+    if runs_with_peak:
+        plotted = [_plotted(row, keys) for row in folds.methods(runs_with_peak)]
+        names = [line.partition(":")[0] for line in not_comparable(runs_with_peak)]
+        remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
+        comparison_plot(plotted, remark, path)
 
 
 def _plotted(row: ComparedRun, keys: Sequence[str]) -> PlottedRun:
@@ -237,15 +236,6 @@ def _plotted(row: ComparedRun, keys: Sequence[str]) -> PlottedRun:
         dice_sd=numbers.get("dice_sd"),
         dice_grid=numbers.get("dice_grid"),
     )
-
-
-def _draw_curves(rows: Sequence[ComparedRun], path: Path) -> None:
-    """Draw loss and Dice by step of the runs that have any, one over the other."""
-    remove_picture(path)
-    keys = method_columns(rows)
-    curves = {label(row, keys): row.curves for row in rows if row.curves}
-    if curves:
-        curves_plot(curves, path)
 
 
 def _page(runs: Sequence[ComparedRun], folder: Path) -> str:

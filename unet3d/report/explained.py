@@ -5,7 +5,7 @@ from pathlib import Path
 from unet3d.base.errors import UserError
 from unet3d.base.files import write_json, write_text
 from unet3d.memory import tables
-from unet3d.memory.profile import Explanation
+from unet3d.memory.any_network import Explanation
 from unet3d.report import memory_plots, report
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import MOST_ITEMS

@@ -16,7 +16,7 @@ from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table
 from unet3d.report import folds
 from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs, setting_columns, short
-from unet3d.report.folds import MEAN, scores_by_case, spread
+from unet3d.report.folds import MEAN, spread
 from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, Score, ranked, shown
 from unet3d.run.run_folder import as_number
 from unet3d.training.metrics import NOTE_KEY
@@ -105,19 +105,16 @@ def class_table(method: Method) -> Table:
     """Return one row per class: mean and SD of each score over all out-of-fold cases, and the worst case by Dice."""
     by_metric = {metric: folds.scores(method.row, metric) for metric in METRICS}
     metrics = [metric for metric in METRICS if by_metric[metric]]
-    dice = scores_by_case(method.row, "dice")
     names = _classes(method)
     if len(names) > 1:
         names.append(MEAN)
     rows = []
     for name in names:
-        of_cases = dice[name]
+        of_cases = by_metric["dice"][name].cases
         row = [name or MEAN_OF_CLASSES, str(len(of_cases))]
-        for metric in metrics:
-            row.append(_pooled(metric, by_metric[metric].get(name), len(of_cases)))
+        row += [_pooled(metric, by_metric[metric].get(name), len(of_cases)) for metric in metrics]
         worst, *_ = _by_value(of_cases)
-        row.append(f"{worst} ({shown('dice', of_cases[worst])})")
-        rows.append(row)
+        rows.append([*row, f"{worst} ({shown('dice', of_cases[worst])})"])
     heads = [METRICS[metric][0] for metric in metrics]
     return Table(["class", "cases", *heads, "worst Dice"], rows)
 
@@ -142,10 +139,7 @@ def _pooled(metric: str, score: Score | None, cases: int) -> str:
 
 def worst_table(method: Method) -> Table:
     """Return the cases with the lowest mean Dice, and their Dice by class."""
-    fold_of = {}
-    for run in method.row.folds:
-        for row in run.scores:
-            fold_of[row.get("case", "")] = run.settings[FOLD]
+    fold_of = {row.get("case", ""): run.settings[FOLD] for run in method.row.folds for row in run.scores}
     names = _classes(method)
     rows = []
     for case in ranked(method.row.scores)[:WORST]:
@@ -160,9 +154,8 @@ def numbers_table(methods: Sequence[Method]) -> tuple[list[str], list[list[objec
     rows: list[list[object]] = []
     for method in methods:
         for metric in METRICS:
-            of_cases = scores_by_case(method.row, metric)
             for name, score in folds.scores(method.row, metric).items():
-                values = of_cases[name]
+                values = score.cases
                 ordered = _by_value(values)
                 row = [method.name, name or MEAN_OF_CLASSES, metric, len(values), score.pooled, score.pooled_sd]
                 rows.append([*row, values[ordered[0]], ordered[0], values[ordered[-1]], ordered[-1]])
@@ -204,10 +197,10 @@ def paired_tests(first: ComparedRun, second: ComparedRun) -> list[PairedTest]:
     """Return a test of each score and class that both methods have, of cases that both have scored."""
     tests = []
     for metric in TESTED:
-        of_second = scores_by_case(second, metric)
-        for name, scores in scores_by_case(first, metric).items():
-            if scores.keys() & of_second.get(name, {}).keys():
-                tests.append(_test(metric, name, scores, of_second[name]))
+        of_second = folds.scores(second, metric)
+        for name, score in folds.scores(first, metric).items():
+            if name in of_second and score.cases.keys() & of_second[name].cases.keys():
+                tests.append(_test(metric, name, score.cases, of_second[name].cases))
     return tests
 
 

@@ -115,7 +115,7 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
         values = known(key)
         return values[0] if len(set(values)) == 1 else None
 
-    every = scores(row, "dice").get(MEAN, _score((), ()))
+    every = scores(row, "dice").get(MEAN, _score((), {}))
     seconds = known("step_median_s")
     numbers = {
         "status": _status(row),
@@ -163,40 +163,28 @@ def scores(row: ComparedRun, metric: str) -> dict[str, Score]:
 
     The SD of MEAN is of the folds' means, the pooled one of the cases' means.
     """
-    folds = [[by_class(case, metric) for case in run.scores] for run in row.folds]
-    cases = [case for fold in folds for case in fold]
-    names = dict.fromkeys(name for case in cases for name in case)
+    folds = [{case.get("case", ""): by_class(case, metric) for case in run.scores} for run in row.folds]
+    cases = {case: classes for fold in folds for case, classes in fold.items()}
+    names = dict.fromkeys(name for classes in cases.values() for name in classes)
     if not names:
         return {}
     found = {}
     for name in names:
-        means = [mean_of(case.get(name) for case in fold) for fold in folds]
-        found[name] = _score(means, [case[name] for case in cases if name in case])
+        means = [mean_of(classes.get(name) for classes in fold.values()) for fold in folds]
+        found[name] = _score(means, {case: classes[name] for case, classes in cases.items() if name in classes})
     of_folds = [mean_of(score.folds[place] for score in found.values()) for place in range(len(folds))]
-    of_cases = [mean_of(case.values()) for case in cases]
-    mean = _score(of_folds, [value for value in of_cases if value is not None])
+    mean = _score(of_folds, {case: fmean(classes.values()) for case, classes in cases.items() if classes})
     return {MEAN: mean._replace(pooled=mean_of(score.pooled for score in found.values())), **found}
 
 
-def _score(folds: Sequence[float | None], cases: Sequence[float]) -> Score:
+def _score(folds: Sequence[float | None], cases: Mapping[str, float]) -> Score:
     known = [value for value in folds if value is not None]
-    return Score(tuple(folds), tuple(cases), mean_of(known), _sd(known), mean_of(cases), _sd(cases))
+    pooled = list(cases.values())
+    return Score(tuple(folds), cases, mean_of(known), _sd(known), mean_of(pooled), _sd(pooled))
 
 
 def _sd(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
-
-
-def scores_by_case(row: ComparedRun, metric: str) -> dict[str, dict[str, float]]:
-    """Return the score of each case that has one, by class and case; of MEAN, the mean of its classes."""
-    found: dict[str, dict[str, float]] = {MEAN: {}}
-    for case in row.scores:
-        of_classes = by_class(case, metric)
-        if of_classes:
-            of_classes[MEAN] = fmean(of_classes.values())
-        for name, value in of_classes.items():
-            found.setdefault(name, {})[case.get("case", "")] = value
-    return found if found[MEAN] else {}
 
 
 def spread(metric: str, mean: float | None, sd: float | None) -> str:
@@ -212,7 +200,7 @@ def table(rows: Sequence[ComparedRun], keys: Sequence[str], heads: Sequence[str]
     """Return the Dice of each method, by class; `keys` are the options in which they differ, `heads` their titles."""
     by_method = [(row, scores(row, "dice")) for row in rows if row.folds]
     names = list(dict.fromkeys(name for _, of_classes in by_method for name in of_classes))[:MOST_COLUMNS]
-    nothing = _score((), ())
+    nothing = _score((), {})
     body = []
     for row, of_classes in by_method:
         every = of_classes.get(MEAN, nothing)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
 
-    from unet3d.memory.analysis import TimelineRow
+    from unet3d.memory.breakdown import TimelineRow
     from unet3d.memory.ledger import Ledger
 
 Entry = Mapping[str, Any]  # a step in memory.json
@@ -47,9 +47,9 @@ class Part(NamedTuple):
 
 def write_ledger_files(ledger: "Ledger", folder: Path) -> None:
     """Write memory/snapshot.pickle of all steps for PyTorch's viewer, and a figure of the last."""
-    from unet3d.memory import analysis, export  # here, since a report is written without torch
+    from unet3d.memory import breakdown, export  # here, since a report is written without torch
 
-    start, rows = analysis.timeline_rows(ledger)
+    start, rows = breakdown.timeline_rows(ledger)
     if not rows:  # no step was completed
         return
     files = folder / "memory"
@@ -91,7 +91,7 @@ def phase_plot(entry: Entry, path: Path) -> None:
 
 
 def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path: Path) -> None:
-    """Draw live bytes by category over one step's events: `analysis.timeline_rows`; `start` is before the first."""
+    """Draw live bytes by category over one step's events: `breakdown.timeline_rows`; `start` is before the first."""
     changes = np.zeros((len(KINDS), len(rows) + 1), np.int64)
     changes[:, 0] = [start.get(kind, 0) for kind in KINDS]
     row_of = {kind: index for index, kind in enumerate(KINDS)}

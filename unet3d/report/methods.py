@@ -23,25 +23,6 @@ INTENSITY_WORDS = {
     "ct": "intensities clipped and scaled by the training cases' foreground",
     "none": "intensities as stored",
 }
-WORDS = {  # of the template
-    "MOST_NAMES": 6,  # of parameters; of more, their number
-    "ORDINALS": ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"),
-    "NORMS": {
-        "instance": "instance normalisation",
-        "batch": "batch normalisation",
-        "batch_current": "batch normalisation by the batch's own statistics",
-        "group": "group normalisation",
-        "none": "no normalisation",
-    },
-    "OPTIMIZERS": {"sgd": "SGD with Nesterov momentum", "adam": "Adam", "adamw": "AdamW"},
-    "RECOMPUTED": {
-        "lean": "only the outputs of convolutions kept for the backward pass (recompute=lean)",
-        "tiles": "activations recomputed in tiles in the backward pass (recompute=tiles)",
-        "auto": "activations recomputed in the backward pass as far as a budget asked for it (recompute=auto)",
-    },
-    "PACKAGES": {"torch": "PyTorch", "monai": "MONAI", "cuda": "CUDA", "python": "Python"},
-    "LOSSES": LOSSES,
-}
 
 
 def methods_paragraph(run: RunRecord) -> str:
@@ -70,7 +51,7 @@ def methods_paragraph(run: RunRecord) -> str:
         listed=listed,
         sizes=sizes,
         mib=mib,
-        **WORDS,
+        LOSSES=LOSSES,
     )
 
 

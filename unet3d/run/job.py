@@ -16,7 +16,7 @@ from unet3d.data.check import mostly_padding, read_grids
 from unet3d.data.grids import Grid
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.splits import split
-from unet3d.memory import preflight
+from unet3d.memory import prediction
 from unet3d.memory.tables import SavedSchedule
 from unet3d.report import report, summary
 from unet3d.report.summary import plan_entry
@@ -56,9 +56,9 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         _train(config, folder, data, model_config, predicted, stop, start)
 
 
-def _preflight(config: Config, model_config: Model, before: SavedSchedule | None) -> preflight.Preflight:
+def _preflight(config: Config, model_config: Model, before: SavedSchedule | None) -> prediction.Preflight:
     """Return the prediction of the run, with what its plan promised, which a resumed run has in memory.json."""
-    predicted = preflight.preflight(config, model_config, before)
+    predicted = prediction.preflight(config, model_config, before)
     if config.plan is None or config.resume is not None:
         return predicted
     plan = read_plan(config.plan)
@@ -91,7 +91,7 @@ def _train(
     folder: Path,
     data: PreparedData,
     model_config: Model,
-    predicted: preflight.Preflight,
+    predicted: prediction.Preflight,
     stop: Stop,
     start: PretrainedWeights | None,
 ) -> None:

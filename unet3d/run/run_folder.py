@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Values = Mapping[str, Any]  # a record of metrics.jsonl, or an entry of memory.json
 LARGEST_NUMBER = 2**53  # more bytes are not exact in a picture
 MOST_ITEMS = 500  # of a list or a text in memory.json
-NAME = "memory.json"
 MAX_MEMORY_BYTES = 2**23  # of the file
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 DEEPEST = 10  # levels of nested JSON
@@ -144,7 +143,7 @@ class MemoryFile:
 
     def __init__(self, folder: Path, is_resumed: bool = False) -> None:
         """Read what is there. A resumed run keeps the first step that an earlier process measured."""
-        self._path = folder / NAME
+        self._path = folder / "memory.json"
         self._values = read_memory(folder)
         self._before: Mapping[str, Any] = self._values if is_resumed else {}
 
@@ -194,7 +193,7 @@ def saved_schedule(folder: Path) -> SavedSchedule | None:
 
 def read_memory(folder: Path) -> dict[str, Any]:
     """Return memory.json without its damaged entries; {} without a file. Raises UserError for one that is too large."""
-    return without_damaged(json_object(read_text(folder / NAME, MAX_MEMORY_BYTES)))
+    return without_damaged(json_object(read_text(folder / "memory.json", MAX_MEMORY_BYTES)))
 
 
 def peaks(memory: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,391 @@
+"""The memory of a training step of any network: measured, predicted, or set beside a limit.
+
+All run the package's one training step, on the user's own module. A prediction runs it on fake tensors, which have
+shapes and no data: it makes nothing as large as a map.
+"""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from unet3d.base.errors import UserError
+from unet3d.base.terminal import NARROW, plain_text
+from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
+from unet3d.memory import tables
+from unet3d.memory.allocator import read_settings
+from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names
+from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.gpu_ledgers import GpuLedger
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
+from unet3d.memory.peak import Peak, peak_of
+from unet3d.memory.simulate import fake_steps
+from unet3d.memory.user_step import (
+    Example,
+    MakeOptimizer,
+    batch_of,
+    device_of,
+    draws_noted,
+    failures_explained,
+    find_schedule,
+    image_explained,
+    learner_of,
+    network_name,
+    on_fake_tensors,
+    policy_of,
+    refuse_network,
+    restored,
+)
+from unet3d.recomputing.module import Recomputed, schedules_of
+from unet3d.recomputing.program import Program
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.step import LossFunction, train_step
+
+LAYERS_SHOWN = 8  # layers printed
+UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
+VERSION = 2  # of `Check.as_json`
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """An account of a training step's memory. `print` shows it; sizes are bytes, of all tensors of the step."""
+
+    name: str  # of the network's class
+    kind: str  # "measured" or "predicted"
+    about: str  # the step in a line
+    meter: LedgerMeter
+
+    @property
+    def is_for_cuda(self) -> bool:
+        """Whether this is a prediction for CUDA."""
+        return self.kind == "predicted" and isinstance(self.meter.ledger, GpuLedger)
+
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """Return all figures, as memory.json of a run has them; a prediction for CUDA has those of its allocator."""
+        summary = self.meter.summary()
+        if self.is_for_cuda:
+            step = peak_of(self.meter.ledger)
+            summary |= {"allocated_bytes": step.allocated, "reserved_bytes": step.reserved}
+        return summary
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """Return the ledger's figures, which know layers; on a GPU `entry` is the allocator's."""
+        entry: dict[str, Any] = self.entry.get("ledger", self.entry)
+        return entry
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes at once."""
+        return int(self.entry["peak_bytes"])
+
+    @property
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Return the peaks of data, forward, loss, backward and step: in the "first" step, where known, and later."""
+        return dict(self.entry["phases"])
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Return the bytes at the peak: params, grads, optimizer, activations, temporaries, inputs."""
+        return dict(self.ledger["categories"])
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """Return the bytes at the peak by layer, in the order of work."""
+        return list(self.ledger["layers"])
+
+    @property
+    def guesses(self) -> list[str]:
+        """Return FILE:LINE of code that read values, taken as 0, and what a prediction leaves out; empty: exact."""
+        return list(self.meter.guesses)
+
+    @property
+    def program(self) -> Program | None:
+        """Return what the steps of a network that recomputes follow; None for other networks."""
+        model = self.meter.model
+        return list(schedules_of(model).programs.values())[-1] if isinstance(model, Recomputed) else None
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(p.numel() for p in self.meter.model.parameters())
+
+    def __str__(self) -> str:
+        return plain_text(self._parts(), NARROW).rstrip()
+
+    def _parts(self) -> Iterator[str | tuple[str, Table]]:
+        yield f"{self.name}: {self.parameters:,} parameters; {self.about}"
+        kind = tables.predicted_kind(self.entry) if self.kind == "predicted" else self.entry["kind"]
+        yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({kind})"
+        yield f"peak reached in {tables.moment(self.ledger)}"
+        lines = (tables.guessed, tables.replayed, tables.with_workspaces, tables.largest_workspaces, tables.cuda_sizes)
+        for line_on in lines:
+            line = line_on(self.entry)
+            if line:
+                yield line
+        if self.is_for_cuda:
+            _, left_out = read_settings(os.environ)
+            yield from left_out
+        yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
+        yield "At the peak, by category", tables.categories(self.ledger)
+        largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]
+        rows = []
+        for layer in self.layers:
+            if layer in largest:
+                share = layer["bytes"] / self.ledger["peak_bytes"]
+                rows.append([layer["module"], mib(layer["bytes"]), f"{share:.1%}"])
+        yield f"At the peak, the {len(rows)} largest layers in order", Table(["layer", "MiB", "share"], rows)
+
+
+def explain(
+    model: nn.Module,
+    example: Example,
+    loss: LossFunction | None = None,
+    optimizer: MakeOptimizer = AdamW,
+    amp: bool | str = False,
+    label: Tensor | None = None,
+    depth: int | None = None,
+) -> Explanation:
+    """Measure training steps of `model` where its weights are, and leave it as it was.
+
+    `example`: an image N C D H W, or its shape. `loss`: called with the model's output and `label`; None: Dice and
+    cross-entropy. `optimizer`: called with the weights, such as `torch.optim.SGD`, or a partial. `amp`: mixed
+    precision; true, "bf16" or "fp16". `label`: integers N D H W; None: background. `depth`: parts of layers' names, as
+    1 for `encoder` of `encoder.block.0`; None: all of them, or the short names of the package's own network. On the
+    CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks come from steps
+    that nothing observes. Raises UserError, and what the model raises.
+    """
+    _refuse(model, depth)
+    device = device_of(model)
+    if device.type == "meta":
+        raise UserError(f"{type(model).__name__}: weights on meta have no data to measure; use unet3d.memory.predict")
+    on_gpu = device.type == "cuda"
+    policy = policy_of(amp, device.type, device.type)
+    steps = MEASURED_STEPS + UNOBSERVED if on_gpu else MEASURED_STEPS
+    draws = torch.random.fork_rng([device] if on_gpu else [])
+    with image_explained(model, example, policy), draws, restored(model):
+        batch = batch_of(model, example, label, device, loss is None)
+        learner = learner_of(model, loss, optimizer, policy)
+        find_schedule(model, batch.image, policy)
+        meter = open_meter(model, learner.optimizer)
+        meter.ledger.layer = layer_names(model, depth)  # Workspaces on a GPU are noted by layer in the steps.
+        with closing(meter):
+            for _ in range(steps):
+                train_step(*learner, [batch], meter.mark)
+        explanation = _explanation(model, "measured", batch, policy, meter, device.type)
+        _ = explanation.entry  # reads the allocator's counters now
+    return explanation
+
+
+def predict(
+    model: nn.Module,
+    example: Example,
+    loss: LossFunction | None = None,
+    optimizer: MakeOptimizer = AdamW,
+    amp: bool | str = False,
+    label: Tensor | None = None,
+    device: str | None = None,
+    depth: int | None = None,
+) -> Explanation:
+    """Predict what `explain` would measure, without data; arguments are its own. Allocates no map.
+
+    `device`: "cpu" or "cuda", also where there is no GPU; None: where the weights are, "cpu" for weights on meta. On
+    CUDA the peak is of tensors; `entry` also has by how much workspaces of convolutions raise it, and, with them, what
+    the allocator gives out and reserves.
+
+    Where the network or the loss reads a value, as in `if x.mean() > 0`, it is taken as 0: a guess, which is a warning
+    and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on
+    values.
+    """
+    _refuse(model, depth)
+    if "_orig_mod" in model._modules:
+        raise UserError(f"{type(model).__name__}: is compiled; give the network before torch.compile")
+    model_device = device_of(model).type
+    target = device or ("cpu" if model_device == "meta" else model_device)
+    if target not in ("cpu", "cuda"):
+        raise UserError(f"device={device}: give cpu or cuda")
+    policy = policy_of(amp, "cpu", target)
+    no_draws = torch.random.fork_rng([])
+    explained = image_explained(model, example, policy)
+    with explained, no_draws, fake_mode(target) as guesses, draws_noted(guesses):
+        batch = batch_of(model, example, label, None, loss is None)
+        fake = on_fake_tensors(model, target)
+        learner = learner_of(fake, loss, optimizer, policy)
+        with failures_explained(guesses):
+            find_schedule(fake, batch.image, policy)
+            meter = fake_steps(learner, lambda: [batch], target)
+    meter.guesses = guesses
+    meter.ledger.layer = layer_names(model, depth)
+    explanation = _explanation(model, "predicted", batch, policy, meter, target)
+    if guesses:
+        warnings.warn(tables.guessed(explanation.entry), stacklevel=2)
+    return explanation
+
+
+def _refuse(model: nn.Module, depth: int | None) -> None:
+    """Raise UserError for what is no network, and for a depth that is none."""
+    refuse_network(model)
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+        raise UserError(f"depth={depth}: give the number of parts of layers' names, from 1 on")
+
+
+def _explanation(
+    model: nn.Module,
+    kind: str,
+    batch: Batch,
+    policy: MemoryPolicy,
+    meter: LedgerMeter,
+    device_type: str,
+) -> Explanation:
+    """Return the account of steps that a meter has seen."""
+    precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
+    about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device_type}"
+    return Explanation(network_name(model), kind, about, meter)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A predicted peak of a training step beside a limit. Sizes are bytes, layers have their full names."""
+
+    name: str  # of the network
+    device: str  # cpu or cuda
+    limit: int
+    parameters: int
+    step: Peak
+    moment: Mapping[str, Any]  # when most tensors are held, as `describe` says it
+    layers: Mapping[str, int]  # what each layer holds then, the largest first
+    guesses: Sequence[str] = ()  # where values were taken as 0
+    notes: Sequence[str] = ()  # what the replay leaves out
+
+    @property
+    def compared(self) -> str:
+        """Return the kind of peak that the limit is for, as that of `budget=`."""
+        return "reserved" if self.device == "cuda" else "tensors"
+
+    @property
+    def margin(self) -> int:
+        """Return the limit minus the peak; negative where the peak is more."""
+        return self.limit - self.step.limited
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the peak is at most the limit."""
+        return self.margin >= 0
+
+    @property
+    def line(self) -> str:
+        """Return the peak, the limit, the difference and the largest layer, in one line."""
+        kind = self.compared
+        if self.guesses:
+            kind = f"{kind}, GUESSED"
+        distance = "at"
+        if self.margin:
+            distance = f"{_size(abs(self.margin))} {'below' if self.fits else 'above'}"
+        layer, size = next(iter(self.layers.items()))
+        return (
+            f"{self.name}: predicted peak of a step {mib(self.step.limited)} MiB ({kind}, {self.device}), "
+            f"{distance} the limit of {mib(self.limit)} MiB; "
+            f"most at the peak: {layer}, {_size(size)}"
+        )
+
+    def as_json(self, depth: int | None = None) -> dict[str, Any]:
+        """Return the object of `--json`, whose names stay as long as its version.
+
+        Its `layers` are summed up by the first `depth` parts of their names; None: by all.
+        """
+        totals = Counter[str]()
+        for name, size in self.layers.items():
+            totals[name if depth is None else cut_name(depth, name)] += size
+        largest, most = next(iter(self.layers.items()))
+        kinds = ("tensors", "allocated", "reserved") if self.device == "cuda" else ("tensors",)
+        return {
+            "version": VERSION,
+            "kind": "predicted",
+            "network": self.name,
+            "parameters": self.parameters,
+            "device": self.device,
+            "fits": self.fits,
+            "compared": self.compared,
+            "limit_bytes": self.limit,
+            "peak_bytes": {kind: getattr(self.step, kind) for kind in kinds},
+            "margin_bytes": self.margin,
+            "workspace_bytes": self.step.requested - self.step.tensors if self.device == "cuda" else None,
+            "reached_in": {name: self.moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
+            "layer": {"name": largest, "bytes": most},
+            "layers": [{"name": name, "bytes": size} for name, size in totals.most_common()],
+            "guesses": list(self.guesses),
+        }
+
+
+def check_step(meter: LedgerMeter, name: str, limit: int) -> Check:
+    """Return a check of predicted steps, which a meter has recorded, against a limit in bytes."""
+    ledger = meter.ledger
+    ledger.layer = str
+    moment = ledger.peak_moment()
+    sizes = Counter[str]()
+    for row in by_layer(ledger, moment):
+        sizes[row["module"]] = row["bytes"]
+    notes: list[str] = []
+    if meter.for_gpu:
+        _, notes = read_settings(os.environ)
+    return Check(
+        name=name,
+        device="cuda" if meter.for_gpu else "cpu",
+        limit=limit,
+        parameters=sum(parameter.numel() for parameter in meter.model.parameters()),
+        step=peak_of(ledger),
+        moment=describe(ledger, moment),
+        layers=dict(sizes.most_common()),
+        guesses=meter.guesses,
+        notes=notes,
+    )
+
+
+def assert_below(
+    model: nn.Module,
+    example: Example,
+    limit: str | int,
+    *,
+    loss: LossFunction | None = None,
+    optimizer: MakeOptimizer = AdamW,
+    amp: bool | str = False,
+    label: Tensor | None = None,
+    device: str | None = None,
+) -> None:
+    """Raise AssertionError where the predicted peak of a training step of `model` is more than `limit`, as "8GiB".
+
+    The limit may be a number of bytes, too. The other arguments are those of `unet3d.memory.predict`: `example` is an
+    image N C D H W, or its shape. The limit is for tensors on the CPU, and with device="cuda" for what the allocator
+    reserves. `model` may be on meta. Its error is the line of `unet3d memory --below`. Raises UserError.
+    """
+    __tracebackhide__ = True  # pytest then shows the line of the test
+    limit_bytes = _limit_bytes(limit)
+    explanation = predict(model, example, loss, optimizer, amp, label, device)
+    check = check_step(explanation.meter, explanation.name, limit_bytes)
+    for note in check.notes:
+        warnings.warn(note, stacklevel=2)
+    if not check.fits:
+        raise AssertionError(check.line)
+
+
+def _limit_bytes(limit: str | int) -> int:
+    """Return the bytes of a limit. Raises UserError."""
+    if isinstance(limit, str):
+        return budget_bytes(limit, "limit=")
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
+        raise UserError(f"limit={limit!r}: give an amount and a unit, as limit='8GiB', or a number of bytes")
+    return limit
+
+
+def _size(size: int) -> str:
+    """Return bytes as MiB, or as bytes where that would be 0.0."""
+    return f"{mib(size)} MiB" if size >= MIB / 10 else f"{size} bytes"
