@@ -221,14 +221,14 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
         return by_schedule(in_parts(size), "tiles")
 
     if draft.is_given("recompute", "ckpt"):
-        size = _largest(draft, sizes, at_once, 0, draft.budget / sizes[0].voxels)
+        size = _largest(draft, sizes, at_once, lambda size: draft.budget * size.voxels / sizes[0].voxels)
         return predicted_step(at_once(size)), size
     plain = predicted_step(by_schedule(at_once(sizes[0]), "none"))
     if plain.limited <= draft.budget:
         return plain, sizes[0]
     state = state_bytes(plain.config)
     of_patch = SHARE_BY_TILES * (plain.peak.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
-    size = _largest(draft, sizes, by_tiles, state, of_patch / sizes[0].voxels)
+    size = _largest(draft, sizes, by_tiles, lambda size: state + of_patch * size.voxels / sizes[0].voxels)
     configs = [at_once(size), in_parts(size)] if size == sizes[0] else [in_parts(size)]
     return _cheapest(configs, draft.budget), size
 
@@ -237,10 +237,9 @@ def _largest(
     draft: Draft,
     sizes: Sequence[SizedPatch],
     make: Callable[[SizedPatch], Config],
-    fixed: float,
-    of_voxel: float,
+    guess: Callable[[SizedPatch], float],
 ) -> SizedPatch:
-    """Return the largest patch whose step fits. `fixed` and `of_voxel`: about the bytes of any step, and of a voxel.
+    """Return the largest patch whose step fits; `guess` says about how many bytes one needs.
 
     Raises UserError where none fits.
     """
@@ -251,7 +250,7 @@ def _largest(
             counter.advance()
             return needed
 
-        number = fit(sizes, measure, draft.budget, lambda size: fixed + of_voxel * size.voxels)
+        number = fit(sizes, measure, draft.budget, guess)
     if number is None:
         smallest = sizes_text(sizes[-1].patch)
         raise UserError(f"budget={mib(draft.budget)} MiB: no patch fits, not even {smallest}; give a larger budget")

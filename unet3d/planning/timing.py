@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 from math import ceil, prod
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -21,10 +20,10 @@ from unet3d.training import optim
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
 
-WARM_UP = 1  # steps before those that count
-STEPS = 3  # that count
-PATIENCE = 20.0  # seconds that a step may take to be measured at its own size; else a smaller one is
-SMALL = 64 * 64 * 32  # voxels of a patch whose step is always measured
+WARM_UP = 1  # Steps before those that count.
+STEPS = 3  # Steps that count.
+PATIENCE = 20.0  # Seconds that a step may take to be measured at its own size; else a smaller one is.
+SMALL = 64 * 64 * 32  # Voxels of a patch whose step is always measured.
 DEFAULT_STEPS = 2000  # Without a time.
 MOST_STEPS = 250_000  # nnU-Net's number.
 FEW = 300  # Steps of a given time, below which a line warns.
@@ -34,13 +33,6 @@ FORWARD = 1 / 3  # Of the time of a step: backward takes two of them.
 LONG = 10_000  # Steps from which on the learning rate is lower.
 LONG_RATE = 1e-3
 UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
-
-
-class StepTime(NamedTuple):
-    """Seconds of a training step."""
-
-    seconds: float
-    basis: str  # how they are known
 
 
 def seconds_of(text: str) -> float:
@@ -56,19 +48,15 @@ def is_here(config: Config) -> bool:
     return build.device_type(config) == "cpu" or torch.cuda.is_available()
 
 
-def step_time(config: Config) -> StepTime:
-    """Return what a step of a config takes here: measured, or for a long one extrapolated from a smaller patch."""
-    voxels = prod(config.data.patch)
+def _step_time(config: Config) -> tuple[float, str]:
+    """Return the seconds of a step of a config here, and how they are known: a long one's by a smaller patch."""
     smaller = shrunk(config)
     if smaller is None:
-        return StepTime(measured_step(config), "measured")
-    small = measured_step(smaller)
-    smaller_voxels = prod(smaller.data.patch)
-    seconds = small * voxels / smaller_voxels
+        return measured_step(config), "measured"
+    seconds = measured_step(smaller) * prod(config.data.patch) / prod(smaller.data.patch)
     if seconds <= PATIENCE:
-        return StepTime(measured_step(config), "measured")
-    size = sizes_text(smaller.data.patch)
-    return StepTime(seconds, f"extrapolated from a measured step on patches of {size}")
+        return measured_step(config), "measured"
+    return seconds, f"extrapolated from a measured step on patches of {sizes_text(smaller.data.patch)}"
 
 
 def shrunk(config: Config) -> Config | None:
@@ -115,23 +103,27 @@ def measured_step(config: Config) -> float:
 def choose_steps(draft: Draft) -> None:
     """Choose steps, learning rate and validations from a step that is measured here, if its device is."""
     if not is_here(draft.config):
-        _choose_unmeasured(draft)
+        _set_steps(draft, DEFAULT_STEPS)
+        reason = "the default: how long a step takes is unknown, since this machine has no such device"
+        instead = "python -m unet3d plan ... time=8h, on the machine itself"
+        draft.decide("steps", f"{draft.config.steps:,}", reason, instead)
+        _choose_rate(draft)
         return
-    step = step_time(draft.config)
-    draft.promise["step_s"] = round(step.seconds, 4)
-    validation = _mirrored_validation(draft, _validation_seconds(draft, step.seconds))
+    seconds, basis = _step_time(draft.config)
+    each = f"{seconds:.3g} s each ({basis})"
+    draft.promise["step_s"] = round(seconds, 4)
+    validation = _mirrored_validation(draft, _validation_seconds(draft, seconds))
     steps = DEFAULT_STEPS
-    reason = f"the default without time=; {step.seconds:.3g} s each ({step.basis})"
+    reason = f"the default without time=; {each}"
     if draft.seconds is not None:
         left = draft.seconds - VALIDATIONS * validation
-        steps = max(1, min(MOST_STEPS, int(left / step.seconds)))
-        validations = f"{VALIDATIONS} validations of {duration(validation)} (estimated)"
-        reason = f"{step.seconds:.3g} s each ({step.basis}), and {validations}"
+        steps = max(1, min(MOST_STEPS, int(left / seconds)))
+        reason = f"{each}, and {VALIDATIONS} validations of {duration(validation)} (estimated)"
     if draft.is_given("steps"):
-        reason = f"as given; {step.seconds:.3g} s each ({step.basis})"
+        reason = f"as given; {each}"
     _set_steps(draft, steps)
     steps = draft.config.steps
-    total = steps * step.seconds + ceil(steps / (draft.config.eval_every or steps)) * validation
+    total = steps * seconds + ceil(steps / (draft.config.eval_every or steps)) * validation
     draft.promise["seconds"] = round(total, 1)
     draft.decide("steps", f"{steps:,}", f"{reason}: {duration(total)} in all (predicted)")
     if draft.seconds is not None and steps < FEW and not draft.is_given("steps"):
@@ -152,14 +144,6 @@ def _mirrored_validation(draft: Draft, seconds: float) -> float:
         choice = f"inference.mirror={is_mirrored}".lower()
         draft.decide("mirrored windows", choice, reason, f"inference.mirror={not is_mirrored}".lower())
     return seconds * mirrorings if draft.config.inference.mirror else seconds
-
-
-def _choose_unmeasured(draft: Draft) -> None:
-    """Leave the number of steps to the default: how long one takes is not known."""
-    _set_steps(draft, DEFAULT_STEPS)
-    reason = "the default: how long a step takes is unknown, since this machine has no such device"
-    draft.decide("steps", f"{draft.config.steps:,}", reason, "python -m unet3d plan ... time=8h, on the machine itself")
-    _choose_rate(draft)
 
 
 def _set_steps(draft: Draft, steps: int) -> None:
