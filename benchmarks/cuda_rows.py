@@ -111,7 +111,7 @@ class Turn:
 def memory(training: Training, turn: Turn) -> dict[str, int]:
     """Return bytes, predicted and measured; on the CPU, for want of an allocator's counters, only by the ledger."""
     ledger = simulate(training.config, training.config.model, training.technique).ledger
-    held = replay(ledger.requests(), read_settings(os.environ)[0])
+    allocated, reserved = replay(ledger.requests(), read_settings(os.environ)[0])
     turn.leave()
     for _step in range(MEASURED_STEPS):
         training.step()
@@ -127,8 +127,8 @@ def memory(training: Training, turn: Turn) -> dict[str, int]:
     return {
         "tensors": ledger.peak_bytes(),
         "predicted": ledger.peak_requested(),
-        "replayed": held.allocated_bytes,
-        "replay": held.reserved_bytes,
+        "replayed": allocated,
+        "replay": reserved,
         "requested": stats.get("requested_bytes.all.peak", measured),
         "allocated": stats.get("allocated_bytes.all.peak", measured),
         "reserved": stats.get("reserved_bytes.all.peak", measured),
@@ -151,7 +151,7 @@ def timed(training: Training, turn: Turn) -> dict[str, float]:
 def fits(training: Training, turn: Turn) -> dict[str, float]:
     """Return what `timed` does, and what the allocator reserves, in the steps after the cache was emptied once."""
     ledger = simulate(training.config, training.config.model, training.technique).ledger
-    held = replay(ledger.requests(), read_settings(os.environ)[0])
+    allocated, reserved = replay(ledger.requests(), read_settings(os.environ)[0])
     with turn:
         for _ in range(MEASURED_STEPS):
             training.step()
@@ -162,8 +162,8 @@ def fits(training: Training, turn: Turn) -> dict[str, float]:
     stats = torch.cuda.memory_stats() if training.device == "cuda" else {}
     return {
         "s": statistics.median(seconds),
-        "replayed": held.allocated_bytes,
-        "replay": held.reserved_bytes,
+        "replayed": allocated,
+        "replay": reserved,
         "allocated": stats.get("allocated_bytes.all.peak", 0),
         "reserved": stats.get("reserved_bytes.all.peak", 0),
     }

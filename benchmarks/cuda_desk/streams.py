@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cuda_desk import stubs
-from unet3d.memory.allocator import Reserved, read_settings, replay
+from unet3d.memory.allocator import read_settings, replay
 
 Events = list[tuple[int, int]]  # (index, bytes gained or lost)
 VARIABLE = "PYTORCH_ALLOC_CONF"
@@ -79,7 +79,7 @@ class Torch:
         words += ["-Wl,--unresolved-symbols=ignore-in-shared-libs"]
         subprocess.run(words, check=True)
 
-    def peaks(self, events: Events, settings: str) -> Reserved:
+    def peaks(self, events: Events, settings: str) -> tuple[int, int]:
         """Return what torch counts after these events, under settings of PYTORCH_ALLOC_CONF.
 
         Raises UnknownSetting, or ValueError where torch's allocator fails for another reason.
@@ -93,10 +93,10 @@ class Torch:
         if done.returncode:
             raise ValueError(f"{settings}: torch's allocator: {done.stderr.strip().splitlines()[-1:]}")
         allocated, reserved = done.stdout.split()
-        return Reserved(int(allocated), int(reserved))
+        return int(allocated), int(reserved)
 
 
-def replayed(events: Events, settings: str) -> tuple[Reserved, bool]:
+def replayed(events: Events, settings: str) -> tuple[tuple[int, int], bool]:
     """Return the replay's peaks under settings of PYTORCH_ALLOC_CONF, and whether it leaves out some of them."""
     found, left_out = read_settings({VARIABLE: settings})
     return replay(events, found), bool(left_out)

@@ -40,7 +40,7 @@ from unet3d.cli import plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
 from unet3d.data.cases import WARNING, read_dataset
-from unet3d.data.check import check_cases, summary
+from unet3d.data.check import check_cases, check_headers, summary
 from unet3d.data.intensity import intensity_rules
 from unet3d.data.preprocess import CaseReader, usable
 from unet3d.data.splits import split
@@ -95,8 +95,8 @@ def read_all(data: Data) -> str:
         task = read_dataset(data)
     except UserError as error:
         return _refused([str(error)])
-    quick = check_cases(task, task.cases, data, full=False).lines
-    headers, lines, _ = check_cases(task, task.cases, data, full=True)
+    quick = check_headers(task, task.cases, data).lines
+    headers, lines, _ = check_cases(task, task.cases, data)
     assert {*quick} <= {*lines}, f"only the quick check says {quick}"
     problems = [line for line in lines if not line.startswith(WARNING)]
     try:

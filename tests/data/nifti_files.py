@@ -12,7 +12,7 @@ import numpy as np
 
 from unet3d.config.schema import Data
 from unet3d.data.cases import WARNING, Case, read_dataset
-from unet3d.data.check import check_cases
+from unet3d.data.check import check_cases, check_headers
 
 # Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
@@ -109,7 +109,8 @@ def rewrite(root: Path, **changes: Any) -> None:
 def checked(data: Data, full: bool = True) -> list[str]:
     """Every line of the check of a data set."""
     dataset = read_dataset(data)
-    return check_cases(dataset, dataset.cases, data, full).lines
+    check = check_cases if full else check_headers
+    return check(dataset, dataset.cases, data).lines
 
 
 def told(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> bool:

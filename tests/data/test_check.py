@@ -41,7 +41,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import nifti
 from unet3d.data.cases import WARNING, Case, read_dataset
-from unet3d.data.check import check_cases, mostly_padding, read_grids, summary
+from unet3d.data.check import check_headers, mostly_padding, read_grids, summary
 from unet3d.data.prepare import prepare_data
 from unet3d.data.scan import FileHasher, Hashes, OpenFile
 from unet3d.data.splits import split
@@ -786,9 +786,7 @@ def test_the_summary_is_plain(tmp_path: Path) -> None:
         ["size x, y, z (voxels): 6 x 5 x 4 ", " 6 x 5 x 4 ", " 8 x 9 x 7"],
         ["spacing x, y, z (mm): 1 x 1.5 x 2.5 ", " 1 x 1 x 2.5 ", " 1 x 1.5 x 3"],
     ]
-    assert told(
-        summary(dataset, *split(dataset, data), check_cases(dataset, dataset.cases, data, False).headers), wanted
-    )
+    assert told(summary(dataset, *split(dataset, data), check_headers(dataset, dataset.cases, data).headers), wanted)
 
 
 def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -796,7 +794,7 @@ def test_the_summary_survives_files_that_cannot_be_read(tmp_path: Path) -> None:
     data.ignore = 255
     dataset = read_dataset(data)
     shutil.rmtree(tmp_path / "imagesTr")
-    lines = summary(dataset, *split(dataset, data), check_cases(dataset, dataset.cases, data, False).headers)
+    lines = summary(dataset, *split(dataset, data), check_headers(dataset, dataset.cases, data).headers)
     names = ("orientation: ", "size x, y, z (voxels): ", "spacing x, y, z (mm): ")
     wanted = [["classes: 0 background, 1 organ, 2 tumour", " 255 "], *([name, "unknown"] for name in names)]
     assert told(lines[2:], wanted)

@@ -81,7 +81,7 @@ def drawn_config(draw: random.Random) -> Config:
             check_model(config.model)
             if config.model.padding == "valid":
                 config.data.patch = [_next_valid(config, axis) for axis in range(3)]
-            check_patch(config)
+            check_patch(config.model, config.data, config.inference.mirror, config.batch)
         except UserError:
             continue
         if math.prod(config.data.patch) <= MOST_VOXELS:

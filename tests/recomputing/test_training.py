@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unet3d.memory.fake_tensors import cuda_autocast
+from unet3d.recomputing.function import call_by_program
 from unet3d.recomputing.module import Recomputed
+from unet3d.recomputing.prepare import bound, prepare
 from unet3d.training.losses import LossOptions, dice_ce
 
 WITHIN_ROUNDING = 0.03  # of the largest gradient, in bfloat16
@@ -193,3 +195,55 @@ def test_distributed_data_parallel() -> None:
                 assert_close(parameter.grad, expected.grad, 1e-12, name)
     finally:
         dist.destroy_process_group()
+
+
+class Sloped(nn.Module):
+    """A network whose graph depends on an attribute, and perhaps on a tensor that is no buffer."""
+
+    def __init__(self, slope: float, has_constant: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 4, 3, padding=1)
+        self.last = nn.Conv3d(4, 2, 3, padding=1)
+        self.slope = slope
+        self.factors = [torch.rand(4, 1, 1, 1)] if has_constant else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = F.leaky_relu(self.first(x), self.slope)
+        for factor in self.factors:
+            x = x * factor
+        return self.last(x)
+
+
+def frozen(network: Sloped) -> Sloped:
+    network.first.requires_grad_(False)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("other", "is_equal"),
+    [
+        (lambda: Sloped(0.1), True),
+        (lambda: Sloped(0.2), False),
+        (lambda: Sloped(0.1, has_constant=True), False),
+        (lambda: frozen(Sloped(0.1)), False),
+    ],
+)
+def test_a_program_is_bound_to_an_equal_network_alone(other: Callable[[], Sloped], is_equal: bool) -> None:
+    """Others are traced, and gradients are theirs in each case."""
+    network = other().train()
+    prepared_for = Sloped(0.1, has_constant=bool(network.factors)).train()
+    image = torch.randn(1, 1, 9, 5, 4)
+    program = prepare(prepared_for, image, None, on_cpu=True)
+    program = program.by(program.schedules[0])
+    for autocast in (None, torch.bfloat16):
+        found = bound(program, network, image, autocast)
+        assert (found is program) == (is_equal and autocast is None)
+    found = bound(program, network, image)
+    plain = copy.deepcopy(network)
+    plain(image).square().mean().backward()
+    call_by_program(found, network, image).square().mean().backward()
+    for (name, parameter), expected in zip(network.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (expected.grad is None), name
+        if parameter.grad is not None and expected.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected.grad)

@@ -69,7 +69,7 @@ def check_data(arguments: argparse.Namespace) -> int:
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
         train, val = splits.split(dataset, config.data)
-    headers, lines, options = check.check_cases(dataset, dataset.cases, config.data, full=True)
+    headers, lines, options = check.check_cases(dataset, dataset.cases, config.data)
     advice = check.mostly_padding(config.model, config.data.patch, [headers[case.id].target for case in train])
     if advice is not None:
         lines.append(f"{cases.WARNING}{advice}")

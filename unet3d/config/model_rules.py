@@ -2,7 +2,7 @@
 
 from unet3d.base.errors import UserError
 from unet3d.config.data_rules import checked_regions
-from unet3d.config.schema import Config, Model
+from unet3d.config.schema import Data, Model
 from unet3d.model import geometry
 
 MOST_LEVELS = 12
@@ -69,22 +69,21 @@ def _check_groups(model: Model) -> None:
         raise UserError(f"model.groups={model.groups} does not divide {undivided[0]} channels; choose a divisor of all")
 
 
-def check_patch(config: Config) -> None:
+def check_patch(model: Model, data: Data, is_mirrored: bool, batch: int) -> None:
     """Raise UserError for a patch that the network cannot take, mirror or supervise."""
-    model = config.model
-    patch = config.data.patch
+    patch = data.patch
     if "auto" in (model.kernels, model.strides):
         return  # auto needs the data's spacing: it is checked again once that is known
     output = geometry.output_size(patch, model)
-    is_odd = any((patch[axis] - output[axis]) % 2 for axis in config.data.augment.mirror)
-    if config.inference.mirror and is_odd:
+    is_odd = any((patch[axis] - output[axis]) % 2 for axis in data.augment.mirror)
+    if is_mirrored and is_odd:
         problem = f"data.patch={patch} gives {list(output)}, an odd number of voxels less"
         raise UserError(f"inference.mirror=true: {problem}: mirrored views would lie a voxel apart; set it to false")
     if model.deep_supervision:
         _check_supervised_sizes(patch, model)
     if model.blocks is not None and model.downsampling == "strided_conv":
         _check_averaged_sizes(patch, model)
-    _check_lone_voxels(config)
+    _check_lone_voxels(patch, model, batch)
 
 
 def _check_supervised_sizes(patch: list[int], model: Model) -> None:
@@ -107,15 +106,13 @@ def _check_averaged_sizes(patch: list[int], model: Model) -> None:
             raise UserError(f"data.patch={patch} with model.blocks: {problem}; give a larger patch, or fewer levels")
 
 
-def _check_lone_voxels(config: Config) -> None:
+def _check_lone_voxels(patch: list[int], model: Model, batch: int) -> None:
     """Raise UserError where a normalisation would see one number at a time, in a step or in a window."""
-    model = config.model
-    patch = config.data.patch
     maps = geometry.normalised_maps(patch, model)
     lone = [channels for channels, size in maps if size == geometry.ONES]
     if not lone:
         return
-    numbers = {"instance": 1, "batch_current": 1, "batch": config.batch, "none": 2}
+    numbers = {"instance": 1, "batch_current": 1, "batch": batch, "none": 2}
     if numbers.get(model.norm, min(lone) // model.groups) > 1:
         return
     is_group = model.norm == "group"

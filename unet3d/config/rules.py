@@ -41,7 +41,7 @@ def check(config: Config, here: bool = True) -> None:
     check_outputs(config.model)
     if config.model.path is None:
         check_model(config.model)
-        check_patch(config)
+        check_patch(config.model, config.data, config.inference.mirror, config.batch)
     _check_segments(config)
     _check_recompute(config)
     if config.optim.average is not None and config.model.norm == "batch":

@@ -29,13 +29,7 @@ def prepare(options: Augment) -> "Compose | None":
     if options.spatial_p:
         import scipy.interpolate
         import scipy.spatial.transform  # noqa: F401
-    chances = (
-        options.noise_p,
-        options.blur_p,
-        options.contrast_p,
-        options.gamma_p,
-        options.low_resolution_p,
-    )
+    chances = (options.noise_p, options.blur_p, options.contrast_p, options.gamma_p, options.low_resolution_p)
     return intensities(options) if any(chances) else None
 
 
@@ -53,11 +47,7 @@ def changed(image: Tensor, changes: "Compose", seed: int) -> Tensor:
 
 
 def coordinates(
-    centre: np.ndarray,
-    patch: Sequence[int],
-    spacing: Sequence[float],
-    options: Augment,
-    rng: np.random.Generator,
+    centre: np.ndarray, patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator
 ) -> Tensor | None:
     """Return where each voxel of the patch lies in the volume, float32 D H W 3 (voxels); None for a plain crop."""
     if rng.random() >= options.spatial_p:
@@ -72,12 +62,7 @@ def coordinates(
     return torch.from_numpy(field)
 
 
-def _affine(
-    patch: Sequence[int],
-    spacing: Sequence[float],
-    options: Augment,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def _affine(patch: Sequence[int], spacing: Sequence[float], options: Augment, rng: np.random.Generator) -> np.ndarray:
     """Return rotation (in mm: voxels are rarely cubes) and zoom about the patch's centre, 3x3, in voxels."""
     from scipy.spatial.transform import Rotation
 

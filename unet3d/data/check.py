@@ -23,7 +23,7 @@ from unet3d.data.labels import likely_ignored, misread, options_for
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.scan import CaseHeader, ImageFiles, oddities, placed_apart, read_grid, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
-from unet3d.data.twins import Digests, VoxelDigest, leaks
+from unet3d.data.twins import channel_digest, image_digest, leaks
 from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_label_map
 from unet3d.model import geometry
 
@@ -32,9 +32,9 @@ CASES_SAMPLED = 200  # whose sizes are compared with the patch
 
 
 class Content(NamedTuple):
-    """The content of a sound case: digests of its image, the labels in its file, and those on the network's grid."""
+    """The content of a sound case: the digest of its image, the labels in its file, and those on the network's grid."""
 
-    digests: Digests
+    digest: bytes
     labels: frozenset[int]
     kept: frozenset[int]
 
@@ -58,13 +58,11 @@ class DatasetCheck(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: bool) -> DatasetCheck:
+def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> DatasetCheck:
     """Return the headers of `cases`, and all problems of cases and split; for what the options accept, warnings.
 
-    Reads headers: files, sizes, channels, grids, units; `full`: also voxels (damage, NaN, labels, twins), odd headers.
+    Of headers: files, sizes, channels, grids, units, oddities; of voxels: damage, NaN, labels, twins.
     """
-    if not full:
-        return check_headers(dataset, cases, data, ImageFiles())
     headers = dict[str, CaseHeader]()
     contents = dict[str, Content]()
     lines = [dataset.wrong_labels] if dataset.wrong_labels else []
@@ -73,9 +71,8 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data, full: b
     for case in progress.track(cases, "checking cases", len(cases)):
         files = ImageFiles()
         with files.kept_open():
-            header = scan_case(dataset, case, data, files)
-            headers[case.id] = header
-            lines += header.lines
+            headers[case.id] = scan_case(dataset, case, data, files)
+            lines += headers[case.id].lines
             lines += _oddities_of_case(case, files)
             places += placed_apart(case, files)
             found = _read_content(dataset, case, files, data)
@@ -99,13 +96,13 @@ def check_headers(
     dataset: DatasetInfo,
     cases: Sequence[Case],
     data: Data,
-    files: ImageFiles,
+    files: ImageFiles | None = None,
     fingerprint: str | None = None,
 ) -> DatasetCheck:
     """Return the headers of `cases`, and all problems that they and the split show; `fingerprint`: with hashes."""
-    headers = dict[str, CaseHeader]()
-    for case in progress.track(cases, "checking cases", len(cases)):
-        headers[case.id] = scan_case(dataset, case, data, files, fingerprint)
+    files = files or ImageFiles()
+    tracked = progress.track(cases, "checking cases", len(cases))
+    headers = {case.id: scan_case(dataset, case, data, files, fingerprint) for case in tracked}
     lines = [line for header in headers.values() for line in header.lines]
     lines += _warnings_of_sizes(headers)
     return DatasetCheck(headers, [*lines, *_split_problems(dataset, data, {})])
@@ -115,7 +112,7 @@ def sound_headers(
     dataset: DatasetInfo,
     cases: Sequence[Case],
     data: Data,
-    files: ImageFiles,
+    files: ImageFiles | None = None,
     fingerprint: str | None = None,
 ) -> dict[str, CaseHeader]:
     """Return the headers of `cases` by id, and print warnings. Raises UserError that lists every problem."""
@@ -147,7 +144,7 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         yield from leaks(
             train,
             val,
-            {case_id: content.digests for case_id, content in contents.items()},
+            {case_id: content.digest for case_id, content in contents.items()},
             ValidationRules.of(data),
             ImageFiles(),
         )
@@ -182,7 +179,7 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Dat
     unknown = None
     labels = frozenset[int]()
     kept = frozenset[int]()
-    digest = VoxelDigest()
+    channels = list[bytes]()  # their digests
     values = LabelValues.of_files(dataset)
     if not dataset.label_count:  # no class is known, so that any label will do
         values = values._replace(classes=MAX_LABEL + 1)
@@ -198,7 +195,7 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Dat
                 else:
                     rules = ValidationRules.of(data)
                     voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
-                    digest.update(voxels)
+                    channels += map(channel_digest, voxels)
                     if nonfinite:
                         warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
         except UnknownLabels as error:
@@ -210,7 +207,7 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Dat
         return CaseContent(None, [*errors, *warnings], unknown)
     if case.label is not None and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return CaseContent(Content(digest.digests(), labels, kept), warnings, unknown)
+    return CaseContent(Content(image_digest(channels), labels, kept), warnings, unknown)
 
 
 def _occurring(label: np.ndarray) -> frozenset[int]:
@@ -249,11 +246,7 @@ def _with_label_map(
 
 
 def _absences_in_files(
-    dataset: DatasetInfo,
-    data: Data,
-    train: Sequence[Case],
-    val: Sequence[Case],
-    contents: Mapping[str, Content],
+    dataset: DatasetInfo, data: Data, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]
 ) -> Iterator[str]:
     """Yield classes that do not occur in training or held-out cases, all of which were read."""
     learned, scored = (frozenset[int]().union(*(contents[case.id].kept for case in part)) for part in (train, val))
@@ -275,10 +268,7 @@ def _class_words(dataset: DatasetInfo) -> list[str]:
 
 
 def summary(
-    dataset: DatasetInfo,
-    train: Sequence[Case],
-    val: Sequence[Case],
-    headers: Mapping[str, CaseHeader],
+    dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case], headers: Mapping[str, CaseHeader]
 ) -> list[str]:
     """Return a few plain lines about a data set; sizes are of the images that can be read."""
     readable = [headers[case.id] for case in dataset.cases if headers[case.id].stored is not None]

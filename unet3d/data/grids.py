@@ -158,13 +158,7 @@ def resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.nd
     from scipy import ndimage  # takes a third of a second to load
 
     matrix = np.linalg.inv(source.affine) @ target.affine
-    result: np.ndarray = ndimage.affine_transform(
-        array,
-        matrix,
-        output_shape=target.shape,
-        order=order,
-        mode="nearest",
-    )
+    result: np.ndarray = ndimage.affine_transform(array, matrix, output_shape=target.shape, order=order, mode="nearest")
     return result.clip(array.min(), array.max())
 
 
@@ -176,10 +170,7 @@ def resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int |
     if source.is_same(target):
         return label
     # The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
-    values = sorted(
-        np.unique(label).tolist(),
-        key=lambda value: (value == ignore, -value),
-    )
+    values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
     masks = ((value, (label == value).astype(np.float32)) for value in values)
     shares = ((value, resample(mask, source, target, LINEAR).round(SHARE_DIGITS)) for value, mask in masks)
     return likeliest(shares).astype(label.dtype)

@@ -29,13 +29,7 @@ def temporary_case(
 
     Raises UserError, in its own words.
     """
-    known = (
-        np.ndarray,
-        nib.spatialimages.SpatialImage,
-        *PATH_TYPES,
-        list,
-        tuple,
-    )
+    known = (np.ndarray, nib.spatialimages.SpatialImage, *PATH_TYPES, list, tuple)
     if not isinstance(image, known):
         what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
         raise UserError(f"segment: {what}")

@@ -81,13 +81,7 @@ def _ct(values: np.ndarray) -> Intensity:
     if not 0 < std < math.inf:  # the squares left the range of float32
         clipped = clipped.astype(np.float64)
         std = float(clipped.std())
-    return Intensity(
-        kind="ct",
-        low=float(low),
-        high=float(high),
-        mean=float(clipped.mean()),
-        std=std,
-    )
+    return Intensity(kind="ct", low=float(low), high=float(high), mean=float(clipped.mean()), std=std)
 
 
 def _refuse_constant(rule: Intensity, where: str) -> None:

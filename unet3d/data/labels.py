@@ -97,11 +97,7 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
             has_name = len(unnamed) == len(olds) and new < len(in_order)  # that of dataset.json's label in this place
             unknown += [] if has_name or not new else unnamed
         if unknown:
-            known = shorten(
-                ", ".join(map(str, sorted(names))),
-                MAX_NAMES,
-                placeholder=" ...",
-            )
+            known = shorten(", ".join(map(str, sorted(names))), MAX_NAMES, placeholder=" ...")
             what = f"dataset.json names no label {min(unknown)}, only {known}"
             raise UserError(f"{option}: {what}; name the new classes in data.classes")
         new_names = {}
@@ -282,10 +278,7 @@ def asked_regions(data: Data) -> NamedRegions | None:
 
 
 def as_classes(
-    named: NamedRegions,
-    classes: tuple[str, ...],
-    relabel: Relabel,
-    where: object,
+    named: NamedRegions, classes: tuple[str, ...], relabel: Relabel, where: object
 ) -> tuple[tuple[str, ...], Regions]:
     """Return the background's name and the regions', and the regions by the numbers of these `classes`.
 

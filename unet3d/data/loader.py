@@ -12,13 +12,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from unet3d.base import ranks, signals
-from unet3d.base.errors import (
-    LoaderError,
-    UserError,
-    file_limit,
-    is_out_of_files,
-    is_out_of_memory,
-)
+from unet3d.base.errors import LoaderError, UserError, file_limit, is_out_of_files, is_out_of_memory
 from unet3d.base.types import Batch, mib
 from unet3d.config.schema import Config
 from unet3d.data.patches import Patches, PatchIndex
@@ -58,12 +52,7 @@ def micro_batches(cases: int, batch: int, seed: int, first: int = 0) -> Iterator
 
 
 def batches(
-    patches: Patches,
-    cases: Sequence[str],
-    config: Config,
-    first_step: int = 0,
-    pin: bool = False,
-    timeout: float = 300,
+    patches: Patches, cases: Sequence[str], config: Config, first_step: int = 0, pin: bool = False, timeout: float = 300
 ) -> Iterator[list[Batch]]:
     """Yield for each step from `first_step` on its list of micro-batches of the named cases: this rank's share.
 

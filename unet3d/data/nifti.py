@@ -32,20 +32,9 @@ MAX_DEFLATE = 1032  # the highest compression ratio of deflate: a file that clai
 MAX_OFFSET = 2**26  # bytes before the voxels: a small gzip file may hold gigabytes
 MAX_TRAILING = 2**20  # bytes behind the voxels
 GREYS = 256  # steps that float32 must leave in an image's range
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    ValueError,
-    OverflowError,
-    zlib.error,
-    ImageFileError,
-    HeaderDataError,
-)
+READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
 # By the header's own length, which also gives the byte order: class, place of the magic, magic.
-FORMATS = {
-    348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"),
-    540: (nib.Nifti2Image, slice(4, 8), b"n+2\0"),
-}
+FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
 
 
 @contextmanager
@@ -141,11 +130,7 @@ def _refuse_first_bytes(case_id: str, path: Path, stream: BinaryIO) -> None:
     if not start:
         raise problem(case_id, path, "is empty; replace the file")
     if is_compressed(path.name) and start != GZIP_MAGIC:
-        raise problem(
-            case_id,
-            path,
-            "is not gzip-compressed despite its name; rename or replace it",
-        )
+        raise problem(case_id, path, "is not gzip-compressed despite its name; rename or replace it")
 
 
 def open_image(case_id: str, path: Path, form: str = "auto") -> nib.Nifti1Image:
@@ -259,11 +244,7 @@ def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
 
 
 def read_image(
-    case_id: str,
-    path: Path,
-    image: nib.Nifti1Image,
-    rules: ValidationRules,
-    stream: BinaryIO | None = None,
+    case_id: str, path: Path, image: nib.Nifti1Image, rules: ValidationRules, stream: BinaryIO | None = None
 ) -> tuple[np.ndarray, int]:
     """Return voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0. Raises UserError."""
     stored = read_array(case_id, path, image, stream)

@@ -19,13 +19,7 @@ MAX_CENTRES = 10_000  # voxels of each class that are kept as patch centres
 TRIES = 20  # to find a place with labels, which are rare in sparse annotation
 LABELS_LISTED = 5  # wrong labels in a message
 
-INTEGERS = (
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-)  # types that labels may have
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)  # types that labels may have
 
 Transform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]  # of image C D H W, label D H W
 
@@ -54,11 +48,7 @@ class PreparedCase:
         return frozenset(int(self.label[tuple(voxels[0])]) for voxels in self.foreground)
 
 
-def cached(
-    cache: dict[str, PreparedCase] | None,
-    case: Case,
-    make: Callable[[Case], PreparedCase],
-) -> PreparedCase:
+def cached(cache: dict[str, PreparedCase] | None, case: Case, make: Callable[[Case], PreparedCase]) -> PreparedCase:
     """Return `make(case)`, called once for each case if there is a cache."""
     if cache is None:
         return make(case)
@@ -68,23 +58,13 @@ def cached(
 
 
 def prepare(
-    case_id: str,
-    image: np.ndarray,
-    label: np.ndarray,
-    spacing: tuple[float, float, float],
-    ignore: int | None,
+    case_id: str, image: np.ndarray, label: np.ndarray, spacing: tuple[float, float, float], ignore: int | None
 ) -> PreparedCase:
     """Return a case from a normalised image C X Y Z and its label map X Y Z."""
     classes = label.astype(np.int16)
     if ignore is not None:
         classes[label == ignore] = IGNORE
-    return PreparedCase(
-        case_id,
-        torch.from_numpy(image),
-        torch.from_numpy(classes),
-        spacing,
-        foreground(classes),
-    )
+    return PreparedCase(case_id, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
 
 
 def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -154,10 +134,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         if not isinstance(result, tuple | list) or len(result) != 2:
             return f"returns {type(result).__name__}; return image and label"
         new_image, new_label = result
-        for name, tensor, before in (
-            ("image", new_image, image),
-            ("label", new_label, label),
-        ):
+        for name, tensor, before in (("image", new_image, image), ("label", new_label, label)):
             if not isinstance(tensor, Tensor):
                 return f"returns {type(tensor).__name__} as {name}; return a torch tensor"
             if tensor.shape != before.shape:
@@ -177,12 +154,7 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
         return None
 
 
-def choose_centre(
-    case: PreparedCase,
-    tile: Sequence[int],
-    foreground: float,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rng: np.random.Generator) -> np.ndarray:
     """Return the centre of a patch (voxels, may lie between two).
 
     It is on a voxel of a random foreground class with a probability of `foreground`, else where labels are.
@@ -216,13 +188,7 @@ def _random_start(shape: np.ndarray, size: np.ndarray, rng: np.random.Generator)
     return np.asarray(start.clip(0, np.maximum(shape - size, 0)))
 
 
-def crop(
-    image: Tensor,
-    label: Tensor,
-    centre: np.ndarray,
-    patch: Sequence[int],
-    mirror: bool,
-) -> tuple[Tensor, Tensor]:
+def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int], mirror: bool) -> tuple[Tensor, Tensor]:
     """Return the patch around `centre`; outside the volume IGNORE and 0, or with `mirror` the image's mirror image."""
     # Halves round up: like inference, a patch has the smaller half of an odd border before its tile.
     start = np.floor(centre - (np.array(patch) - 1) / 2 + 0.5).astype(int)

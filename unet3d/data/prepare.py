@@ -26,7 +26,7 @@ from unet3d.data.preprocess import CaseReader, usable
 from unet3d.data.scan import CaseHeader, ImageFiles, read_grid
 from unet3d.data.sparse import SparseReader
 from unet3d.data.splits import absences, split
-from unet3d.data.twins import Digests, leaks, voxel_digests
+from unet3d.data.twins import leaks, voxel_digests
 
 IMAGE_BYTES = 4  # of a voxel of a channel, float32
 LABEL_BYTES = 2  # of a voxel of a label map, int16
@@ -256,14 +256,14 @@ def _spread(cases: Sequence[Case], most: int) -> list[Case]:
     return [cases[place] for place in places]
 
 
-def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> dict[str, Digests]:
+def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> dict[str, bytes]:
     """Return digests of the prepared images by case id.
 
     If they are not kept, of the voxels of those images that may be the same.
     """
     if read.disk is None and read.cache is None:
         return voxel_digests(train, val, read.rules, read.headers, read.files)
-    return {case.id: read.digests(case) for case in (*train, *val)}
+    return {case.id: read.digest(case) for case in (*train, *val)}
 
 
 def _readers(options: Data, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:

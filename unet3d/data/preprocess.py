@@ -17,7 +17,7 @@ from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise_
 from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
 from unet3d.data.patches import PreparedCase, cached, prepare
 from unet3d.data.scan import CaseHeader, ImageFiles, sampled_hashes
-from unet3d.data.twins import Digests, VoxelDigest
+from unet3d.data.twins import channel_digest, image_digest
 from unet3d.data.volume import LabelValues, Volume, messages, read_volume
 
 T = TypeVar("T")
@@ -55,11 +55,11 @@ class CaseReader:
         assert volume.label is not None, volume.case_id
         return prepare(volume.case_id, volume.image, volume.label, volume.spacing, self.dataset.ignore)
 
-    def digests(self, case: Case) -> Digests:
+    def digest(self, case: Case) -> bytes:
         """Return the digest of the prepared image, by which twins are found."""
         if self.disk is not None:
-            return frozenset([self._arrays(case)["digest"].tobytes()])
-        return _digests(self(case))
+            return self._arrays(case)["digest"].tobytes()
+        return _digest(self(case))
 
     def foreground(self, case: Case) -> np.ndarray:
         """Return foreground voxels (C, n) of a case, not normalised; from `disk` where there is one."""
@@ -122,13 +122,12 @@ class CaseReader:
             volume = self.read_volume(case)
             prepared = self._prepared(volume)
             self._refuse_changed(case)
-            (digest,) = _digests(prepared)
             return {
                 "image": prepared.image.numpy(),
                 **label_arrays(prepared),
                 "spacing": np.array(prepared.spacing),
                 "replaced": np.array(volume.nonfinite_voxels),
-                "digest": np.frombuffer(digest, np.uint8),
+                "digest": np.frombuffer(_digest(prepared), np.uint8),
             }
 
         channels = len(self.dataset.channels)
@@ -142,10 +141,8 @@ class CaseReader:
             raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
 
 
-def _digests(case: PreparedCase) -> Digests:
-    digest = VoxelDigest()
-    digest.update(case.image.numpy())
-    return digest.digests()
+def _digest(case: PreparedCase) -> bytes:
+    return image_digest(map(channel_digest, case.image.numpy()))
 
 
 def usable(cases: Sequence[Case], what: str, read: Callable[[Case], T], at_random: bool = False) -> Iterator[T]:

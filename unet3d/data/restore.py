@@ -98,11 +98,7 @@ def to_original(
     labels = np.empty(0)
     for strip in strips:
         if strip.sizes != source.shape:
-            raise problem(
-                case.id,
-                case.images[0],
-                "has another size than when it was read; restore the file",
-            )
+            raise problem(case.id, case.images[0], "has another size than when it was read; restore the file")
         if not labels.size:
             labels = _no_labels(image.shape[:3], strip, regions)
         box = strip.box
@@ -116,11 +112,7 @@ def to_original(
 
 
 def _written(
-    maps: Iterable[np.ndarray],
-    open_scores: ProbabilityMaps,
-    axes: np.ndarray,
-    box: Box,
-    classes: int,
+    maps: Iterable[np.ndarray], open_scores: ProbabilityMaps, axes: np.ndarray, box: Box, classes: int
 ) -> Iterator[np.ndarray]:
     """Yield maps of the classes in a box, once they are written to the scores, which have these axes."""
     for label, class_map in enumerate(maps):
@@ -274,14 +266,7 @@ def saving_scores(path: Path, like: Path | nib.Nifti1Image) -> Iterator[Callable
                 file.flush()
                 # on a disk that fills later, a write to mapped memory would kill the process
                 os.posix_fallocate(file.fileno(), 0, offset + class_bytes * classes)
-            return np.memmap(
-                file,
-                header.get_data_dtype(),
-                "r+",
-                offset + class_bytes * label,
-                shape,
-                "F",
-            )
+            return np.memmap(file, header.get_data_dtype(), "r+", offset + class_bytes * label, shape, "F")
 
         yield open_scores
 

@@ -167,10 +167,7 @@ def sampled_hashes(case: Case) -> dict[str, Hashes]:
     """Return the hashes of samples of the case's images, and of its label map. Raises UserError."""
     labels = () if case.label is None else (case.label,)
     try:
-        return {
-            "images": file_hashes(case.images, full=False),
-            "labels": file_hashes(labels, full=False),
-        }
+        return {"images": file_hashes(case.images, full=False), "labels": file_hashes(labels, full=False)}
     except (OSError, ValueError) as error:
         raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
 
@@ -193,11 +190,7 @@ class CaseHeader(NamedTuple):
 
 
 def scan_case(
-    dataset: DatasetInfo,
-    case: Case,
-    data: Data,
-    files: ImageFiles,
-    fingerprint: str | None = None,
+    dataset: DatasetInfo, case: Case, data: Data, files: ImageFiles, fingerprint: str | None = None
 ) -> CaseHeader:
     """Return what the headers of a case's files say; `fingerprint`: with hashes, as data.fingerprint."""
     hashers = {kind: FileHasher(fingerprint == "full") for kind in ("images", "labels")}

@@ -38,13 +38,7 @@ class SparseReader:
             return fit_labels(arrays, tuple(dense.label.shape))
 
         options = self.options
-        slices = (
-            options.sparse,
-            options.sparse_folds,
-            options.sparse_fold,
-            options.scored,
-            self.scored,
-        )
+        slices = (options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored)
         key = self.read.key(case, *slices)
         arrays = self.read.disk.read(key, LABELS, lambda: label_arrays(self._masked(dense)), fits)
         label, voxels = labels_of(arrays)

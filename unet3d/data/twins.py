@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, permutations, product
 
 import numpy as np
@@ -14,32 +14,20 @@ from unet3d.data.cases import Case
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.scan import CaseHeader, ImageFiles
 
-Digests = frozenset[bytes]
 Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order
 
 
-class VoxelDigest:
-    """A digest of all images of a case, equal for equal voxels, whatever their files say of them.
+def image_digest(channels: Iterable[bytes]) -> bytes:
+    """Return the digest of all images of a case, of those of its channels: equal for equal voxels.
 
-    However they are compressed, of whatever type, wherever they lie, in whatever order the channels come, and along
-    whatever axes each is stored, whether or not a header says so. Voxels are compared to 12 bits: normalising the same
-    ones in another order rounds otherwise.
+    Whatever their files say of them, however they are compressed, of whatever type, wherever they lie, in whatever
+    order the channels come, and along whatever axes each is stored. Voxels are compared to 12 bits: normalising the
+    same ones in another order rounds otherwise.
     """
-
-    def __init__(self) -> None:
-        self._channels: list[bytes] = []
-
-    def update(self, voxels: np.ndarray) -> None:
-        """Take in voxels (C, X, Y, Z)."""
-        self._channels += map(_channel_digest, voxels)
-
-    def digests(self) -> Digests:
-        """Return the digest of what was taken in, as a set of one."""
-        channels = b"".join(sorted(self._channels))
-        return frozenset([hashlib.blake2b(channels).digest()])
+    return hashlib.blake2b(b"".join(sorted(channels))).digest()
 
 
-def _channel_digest(channel: np.ndarray) -> bytes:
+def channel_digest(channel: np.ndarray) -> bytes:
     """Return a digest of a channel (X, Y, Z) that is the same for each way to turn and mirror its axes."""
     x, y, z = (np.zeros(size, np.uint64) for size in channel.shape)  # sums of the hashes of voxels in each plane
     for index, plane in enumerate(channel):
@@ -71,7 +59,7 @@ def voxel_digests(
     rules: ValidationRules,
     headers: Mapping[str, CaseHeader],
     files: ImageFiles,
-) -> dict[str, Digests]:
+) -> dict[str, bytes]:
     """Return digests, by id, of cases that may be the same since their size occurs in both parts.
 
     Each of them is read once, by one of the ranks, and none is kept. Raises UserError that lists what cannot be read.
@@ -96,32 +84,22 @@ def _size(header: CaseHeader) -> Size:
 
 def _read_digests(
     cases: Sequence[Case], rules: ValidationRules, files: ImageFiles
-) -> tuple[dict[str, Digests], list[str]]:
+) -> tuple[dict[str, bytes], list[str]]:
     """Return the digests of cases by id, and what is wrong with those that cannot be read."""
-    by_id = dict[str, Digests]()
+    by_id = dict[str, bytes]()
     problems = list[str]()
     for case in progress.track(cases, "comparing images", len(cases)):
         try:
-            by_id[case.id] = _digests(case, rules, files)
+            by_id[case.id] = image_digest(map(channel_digest, _channels(case, rules, files)))
         except UserError as error:
             problems.append(str(error))
     return by_id, problems
 
 
-def _digests(case: Case, rules: ValidationRules, files: ImageFiles) -> Digests:
-    """Return the digests of the images of a case. Raises UserError."""
-    digest = VoxelDigest()
-    for path in case.images:
-        with files.reopened(case, path) as file:
-            voxels, _ = nifti.read_image(case.id, path, file.image, rules, file.stream)
-            digest.update(voxels)
-    return digest.digests()
-
-
 def leaks(
     train: Sequence[Case],
     val: Sequence[Case],
-    digests: Mapping[str, frozenset],
+    digests: Mapping[str, bytes],
     rules: ValidationRules,
     files: ImageFiles,
 ) -> Iterator[str]:
@@ -134,11 +112,11 @@ def leaks(
     alike = defaultdict[object, list[Case]](list)
     for case in train:
         same_file |= dict.fromkeys(_file_marks(case), case)
-        for digest in digests.get(case.id, ()):
-            alike[digest].append(case)
+        if case.id in digests:
+            alike[digests[case.id]].append(case)
     for case in val:
         twins = [same_file[mark] for mark in _file_marks(case) if mark in same_file]
-        suspects = [other for digest in digests.get(case.id, ()) for other in alike[digest]]
+        suspects = alike[digests[case.id]] if case.id in digests else []
         if not twins:
             twins = [*islice((other for other in suspects if _are_same(case, other, rules, files)), 1)]
         if twins:
@@ -158,8 +136,8 @@ def _file_marks(case: Case) -> Iterator[object]:
 
 
 def _are_same(case: Case, other: Case, rules: ValidationRules, files: ImageFiles) -> bool:
-    """Return whether the files of two cases hold the same voxels, as `VoxelDigest` takes them. Raises UserError."""
-    waiting = _channels(other, rules, files)
+    """Return whether the files of two cases hold the same voxels, as `image_digest` takes them. Raises UserError."""
+    waiting = list(_channels(other, rules, files))
     for channel in _channels(case, rules, files):
         found = next((place for place, twin in enumerate(waiting) if _is_turned(channel, twin)), None)
         if found is None:
@@ -168,13 +146,11 @@ def _are_same(case: Case, other: Case, rules: ValidationRules, files: ImageFiles
     return not waiting
 
 
-def _channels(case: Case, rules: ValidationRules, files: ImageFiles) -> list[np.ndarray]:
-    """Return the channels (X, Y, Z) of a case as its files hold them."""
-    channels = list[np.ndarray]()
+def _channels(case: Case, rules: ValidationRules, files: ImageFiles) -> Iterator[np.ndarray]:
+    """Yield the channels (X, Y, Z) of a case as its files hold them. Raises UserError."""
     for path in case.images:
         with files.reopened(case, path) as file:
-            channels += [*nifti.read_image(case.id, path, file.image, rules, file.stream)[0]]
-    return channels
+            yield from nifti.read_image(case.id, path, file.image, rules, file.stream)[0]
 
 
 def _is_turned(channel: np.ndarray, other: np.ndarray) -> bool:

@@ -216,12 +216,7 @@ def _rounded(array: np.ndarray, voxels: ArrayProxy) -> np.ndarray:
     return np.where(is_near, whole, array)
 
 
-def _unknown_labels(
-    place: str,
-    array: np.ndarray,
-    is_unknown: np.ndarray,
-    values: LabelValues,
-) -> UnknownLabels:
+def _unknown_labels(place: str, array: np.ndarray, is_unknown: np.ndarray, values: LabelValues) -> UnknownLabels:
     """Return the error for the labels of a file that are neither a class nor `ignore`."""
     classes, ignore, relabel = values
     stored = np.unique(array)

@@ -33,15 +33,12 @@ class Settings(NamedTuple):
     large_segment: int = LARGE_SEGMENT  # bytes, large_segment_size_mb; also a page of an expandable segment
 
 
-class Reserved(NamedTuple):
-    """Peaks in bytes, as `max_memory_allocated` and `max_memory_reserved` give them."""
+def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) -> tuple[int, int]:
+    """Return the most bytes allocated, and reserved, after (index, bytes gained or lost) in order.
 
-    allocated_bytes: int  # of blocks in use, with rounding and tails that were not split off
-    reserved_bytes: int  # of segments
-
-
-def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) -> Reserved:
-    """Return the peaks after (index, bytes gained or lost) in order."""
+    They are those of `max_memory_allocated`, with rounding and tails that were not split off, and of
+    `max_memory_reserved`.
+    """
     allocator = Allocator(settings or Settings())
     allocated = 0
     reserved = 0
@@ -49,7 +46,7 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
         allocator.apply(index, change)
         allocated = max(allocated, allocator.allocated_bytes)
         reserved = max(reserved, allocator.reserved_bytes)
-    return Reserved(allocated, reserved)
+    return allocated, reserved
 
 
 def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:

@@ -31,7 +31,6 @@ PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 DISPATCH_MODES = ("ledger", "gpu_ledgers", "fake_tensors")
 INNER = (TORCH, *(f"{PACKAGE}memory{os.sep}{name}.py" for name in DISPATCH_MODES))
 MOST_GUESSES = 100
-NORMALISATIONS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_group_norm.default)
 RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 RANGES = (
@@ -40,8 +39,6 @@ RANGES = (
     torch.ops.aten.arange.start_step,
 )
 LONGEST_RANGE = 64  # numbers
-BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 # What autocast computes in float32 on CUDA and not on the CPU, of the operations in forward passes of this package's
 # networks and of transformers: the loss runs outside of autocast. torch's documentation lists all (section "CUDA Ops
 # that autocast to float32").
@@ -70,9 +67,8 @@ class _Corrections(TorchDispatchMode):
     """A dispatch mode that corrects fake tensors where they differ from real ones.
 
     `.item()` gives 0 (a loss of 0, no overflow found), which is a guess where a network or a loss of others asks for
-    it; known numbers, as Adam's step count, stay known. Statistics that normalisation saves have its parameters' type,
-    also for half-precision maps, whose gradients have their own type. On the CPU, outputs of some transposed
-    convolutions have a larger storage.
+    it; known numbers, as Adam's step count, stay known. On the CPU, outputs of some transposed convolutions have a
+    larger storage. `fake_kernels` corrects what concerns a schedule's tensors, too.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -106,15 +102,6 @@ class _Corrections(TorchDispatchMode):
             _enlarge_storage(result, args)
         if func.is_view:
             _copy_for_slices(torch._C._current_autograd_node())
-        if func in NORMALISATIONS and args[1] is not None:
-            output, mean, inverse_std = result
-            return output, mean.to(args[1].dtype), inverse_std.to(args[1].dtype)
-        if (
-            func is BATCH_NORM_BACKWARD and not args[-1][0]
-        ):  # a gradient that is not asked for, and that kernels do not make
-            return None, *result[1:]
-        if func is GROUP_NORM_BACKWARD and result[0] is not None:
-            return result[0].to(args[1].dtype), *result[1:]
         return result
 
     def _note(self, place: str) -> None:

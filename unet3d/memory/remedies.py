@@ -33,7 +33,11 @@ def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]
     tried: list[Candidate] = []
     all_ways = list(ways(asked))
     plain = step_peak(replace(asked.config, ckpt=0, recompute="none"), asked.model)
-    likely = [way for way in all_ways if least_share(asked, way) * plain.limited <= budget]
+    likely = []
+    for way in all_ways:
+        share = least_share(asked, way)
+        if share == 1 or share * plain.limited <= budget:  # The plain step is simulated already.
+            likely.append(way)
     with counting("trying memory options") as counter:
 
         def measure(way: Candidate) -> int:

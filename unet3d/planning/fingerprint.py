@@ -18,7 +18,6 @@ from unet3d.data.grids import Grid
 from unet3d.data.intensity import foreground_sample
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import subsample_indices
-from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
 from unet3d.data.volume import LabelValues, read_volume
 
@@ -92,7 +91,7 @@ def read_fingerprint(data: Data) -> Fingerprint:
     dataset = read_dataset(data)
     train, val = split(dataset, data)
     cases = list(dict.fromkeys([*train, *val]))
-    headers = sound_headers(dataset, cases, data, ImageFiles())
+    headers = sound_headers(dataset, cases, data)
     grid_of: dict[str, Grid] = {}
     for case in cases:
         grid = headers[case.id].stored

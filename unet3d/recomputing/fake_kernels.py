@@ -62,17 +62,25 @@ UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
 NORMALISE = torch.ops.aten.native_batch_norm.default
 NORMALISE_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN} | {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
+# Normalisations, and which of their arguments is the weight: what they save has its type, also of half-precision maps.
+WEIGHT_OF = {
+    NORMALISE: 1,
+    torch.ops.aten.native_group_norm.default: 1,
+    torch.ops.aten.native_layer_norm.default: 2,
+}
+LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operation gives within a fake mode, by its meta kernel where that is enough."""
+    """Return what an operation gives real tensors, within a fake mode: by its meta kernel where that is enough."""
     if func is DEVICE and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     if func is UPDATE_STATISTICS and isinstance(args[0], FakeTensor):
         _, running_mean, running_variance, _ = args
         return run(EMPTY_LIKE, [running_mean], {}), run(EMPTY_LIKE, [running_variance], {})
     if func not in OPERATIONS or not _are_plain(args, kwargs):
-        return func(*args, **kwargs)
+        return _corrected(func, args, func(*args, **kwargs))
     if func is NORMALISE or func is NORMALISE_BACKWARD:
         return _normalised(func, args)
     if func in WRITTEN:
@@ -93,16 +101,33 @@ def _normalised(func: Any, args: Sequence[Any]) -> Any:
     if func is NORMALISE:
         x, _, _, running_mean, _, is_training, *_ = args
         if is_training or running_mean is None:
-            return func(*args)
+            return _corrected(func, args, func(*args))
         nothing = [run(NEW_EMPTY, [x, [0]], {}) for _ in range(2)]
         return run(EMPTY_LIKE, [x], {}), *nothing
     _, x, weight, *_, is_training, _, wanted = args
     if is_training or weight is None:
-        return func(*args)
+        return _corrected(func, args, func(*args))
     of_what = (x, weight, weight)
     return tuple(
         run(EMPTY_LIKE, [tensor], {}) if is_wanted else None for tensor, is_wanted in zip(of_what, wanted, strict=True)
     )
+
+
+def _corrected(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """Return the result of a fake kernel as real kernels give it."""
+    if func in WEIGHT_OF:
+        weight = args[WEIGHT_OF[func]]
+        if weight is None:
+            return result
+        output, *statistics = result
+        return output, *(_in_type(statistic, weight.dtype) for statistic in statistics)
+    if func is NORMALISE_BACKWARD and not args[-1][0]:
+        return None, *result[1:]  # a gradient that nobody asked for
+    if func is LAYER_NORM_BACKWARD and result[0] is not None:
+        return result[0].contiguous(), *result[1:]  # not with the strides of the input
+    if func is GROUP_NORM_BACKWARD and result[0] is not None:
+        return _in_type(result[0], args[1].dtype), *result[1:]  # in the type of the input, not of the weight
+    return result
 
 
 def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:

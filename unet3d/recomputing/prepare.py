@@ -13,7 +13,8 @@ from unet3d.recomputing.function import tensors_of
 from unet3d.recomputing.graph import Graph, Value, drawn_bytes, has_gradients, trained_names
 from unet3d.recomputing.instructions import Sizes
 from unet3d.recomputing.maps import Map, Maps, bytes_of
-from unet3d.recomputing.program import Program, TilePlan, reads_back, reads_far_back, waiting_numbers
+from unet3d.recomputing.program import Program, TilePlan, Traced, reads_back, reads_far_back, waiting_numbers
+from unet3d.recomputing.readable import Code, code_of, snapshot
 from unet3d.recomputing.scratch import Scratch, fixed_bytes, scratch_bytes
 from unet3d.recomputing.trace import trace
 
@@ -212,6 +213,7 @@ def prepare(
     if image.dim() != 5:
         raise UserError(f"recompute: the image has {image.dim()} dimensions, not the 5 of N C D H W")
     dtype = autocast or image.dtype
+    traced = _what_is_traced(network, code_of(network), image, autocast)
     graph = _traced(network, image, autocast)
     size = list(image.shape[2:])
     maps = Maps(graph, axis=2 + size.index(max(size)))
@@ -227,7 +229,7 @@ def prepare(
     else:
         numbers = min(math.ceil(largest / CUDA_TILES), CUDA_LARGE_TILE)
         numbers = max(numbers, math.ceil(largest / CUDA_MOST_TILES), CUDA_TILE)
-    program = Program(maps, numbers, on_cpu, wanted)
+    program = Program(maps, numbers, on_cpu, wanted, traced=traced)
     scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
     program.sizes = sizes_of(program, dtype, trained, scratch)
     program.fixed_bytes = fixed_bytes(tensors, image) + drawn_bytes(graph, maps.weights)
@@ -244,6 +246,26 @@ def _traced(network: nn.Module, image: Tensor, autocast: torch.dtype | None) -> 
         return trace(network, image)
 
 
+def bound(program: Program, network: nn.Module, image: Tensor, autocast: torch.dtype | None = None) -> Program:
+    """Return the program for another object of the network that it was prepared for, or for an equal one.
+
+    A graph names parameters and buffers, which each pass reads anew: where all else that forward can read is equal, it
+    is also this network's. Else that is traced. Raises UserError for another graph.
+    """
+    traced = program.traced
+    if traced is None or program.maps.graph.constants:
+        return retraced(program, network, image, autocast)
+    if traced == _what_is_traced(network, traced.code, image, autocast):
+        return program
+    return retraced(program, network, image, autocast)
+
+
+def _what_is_traced(network: nn.Module, code: Code, image: Tensor, autocast: torch.dtype | None) -> Traced:
+    """Return what a trace depends on."""
+    about_image = (image.shape, image.dtype, image.device.type, image.requires_grad, autocast)
+    return Traced(code, about_image, snapshot(network, code))
+
+
 def retraced(program: Program, network: nn.Module, image: Tensor, autocast: torch.dtype | None = None) -> Program:
     """Return the program for a network of the same graph: another object, perhaps on another device.
 
@@ -257,7 +279,7 @@ def retraced(program: Program, network: nn.Module, image: Tensor, autocast: torc
         )
     trained = frozenset(name for name, tensor in tensors_of(network).items() if tensor.requires_grad)
     wanted = wanted_values(maps, trained_names(maps.graph, trained), image.requires_grad)
-    return replace(program, maps=maps, wanted=wanted, plans={}, spans={})
+    return replace(program, maps=maps, wanted=wanted, traced=None, plans={}, spans={})
 
 
 def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[str, ...], tuple[str, ...]]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from unet3d.recomputing.along import spans
 from unet3d.recomputing.graph import DROPOUTS, Value
 from unet3d.recomputing.instructions import Sizes
 from unet3d.recomputing.maps import Map, Maps
+from unet3d.recomputing.readable import Code
 from unet3d.recomputing.rules import RULES, Span, Tile
 from unet3d.recomputing.schedule import EMPTY, Schedule
 
@@ -141,6 +142,14 @@ def waiting_numbers(tiles: Sequence[TilePlan], value: Value, axis: int) -> int:
     return value.shape.numel() // value.shape[axis] * longest
 
 
+class Traced(NamedTuple):
+    """What a trace was made of, as a value to compare: networks that are equal in it have the same graph."""
+
+    code: Code  # what the network's code names
+    about_image: tuple[Any, ...]
+    network: tuple[Any, ...]  # all that forward can read
+
+
 @dataclass(eq=False, repr=False)
 class Program:
     """The program that all passes over images of one size share."""
@@ -153,6 +162,7 @@ class Program:
     sizes: Sizes | None = None  # by which schedules are chosen; None while they are measured
     fixed_bytes: int = 0  # of weights, buffers, image and random numbers, which are there through all of a pass
     plain_bytes: int | None = None  # predicted of the network's own pass, like `peak_bytes`; None: not known
+    traced: Traced | None = None
     plans: dict[Any, MapPlan] = field(default_factory=dict)
     spans: dict[int, list[Span]] = field(default_factory=dict)  # the parts of groups, by the index of their maps
 

@@ -33,16 +33,6 @@ from unet3d.recomputing.tiles import MapPlan
 from unet3d.recomputing.trace import attributes_stay, silence
 from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 
-BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
-GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
-# Normalisations, and which of their arguments is the weight.
-NORMALISATIONS = {
-    torch.ops.aten.native_batch_norm.default: 1,
-    torch.ops.aten.native_group_norm.default: 1,
-    torch.ops.aten.native_layer_norm.default: 2,
-}
-
 
 class PeakBytes(TorchDispatchMode):
     """The most bytes of tensors, made since `reset`, that were alive at once.
@@ -73,22 +63,13 @@ class PeakBytes(TorchDispatchMode):
             self._watch(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._compute(func, args, kwargs or {})
+        result = fake_kernels.run(func, args, kwargs or {})
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._watch(tensor, tensor.untyped_storage().nbytes())
         if self._has_workspaces and func in (CONVOLUTION, CONVOLUTION_BACKWARD):
             size = max(workspaces.bytes_of_call(func, args, result))
             self.peak = max(self.peak, self.bytes + size)
-        return result
-
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation gives for real tensors."""
-        result = fake_kernels.run(func, args, kwargs)
-        if func is BATCH_NORM_BACKWARD and not args[-1][0]:
-            return None, *result[1:]  # a fake one is made, a real one is not
-        if func is LAYER_NORM_BACKWARD and result[0] is not None:
-            return result[0].contiguous(), *result[1:]  # a fake one has the strides of the input
         return result
 
     def _watch(self, tensor: Tensor, size: int) -> None:
@@ -122,17 +103,6 @@ class _PlainBytes(PeakBytes):
             storage = args[0].untyped_storage()
             self._release(storage._cdata, storage.nbytes(), None)
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation gives for real tensors, which in mixed precision have other types than fake ones."""
-        result = super()._compute(func, args, kwargs)
-        weight = args[NORMALISATIONS[func]] if func in NORMALISATIONS else None
-        if weight is not None:
-            output, *statistics = result
-            return output, *(statistic.to(weight.dtype) for statistic in statistics)
-        if func is GROUP_NORM_BACKWARD and result[0] is not None:
-            return result[0].to(args[1].dtype), *result[1:]
-        return result
 
 
 class _Loss(torch.autograd.Function):

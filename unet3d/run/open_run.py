@@ -18,7 +18,7 @@ from unet3d.data.prepare import PreparedData
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.plans import Technique
-from unet3d.recomputing.prepare import retraced
+from unet3d.recomputing.prepare import bound
 from unet3d.recomputing.program import Program
 from unet3d.report.loggers import Loggers, open_loggers
 from unet3d.report.terminal_logger import TerminalLogger
@@ -123,7 +123,7 @@ def _program_of(model: nn.Module, program: Program, autocast: torch.dtype | None
         return program
     shape = program.maps.graph.image.shape
     image = torch.empty(shape, device=next(model.parameters()).device)
-    return retraced(program, model, image, autocast)
+    return bound(program, model, image, autocast)
 
 
 def _start_folder(

@@ -18,7 +18,6 @@ from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector, largest_components, to_original
-from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
 from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
@@ -141,7 +140,7 @@ def score(
     _, held_out = split(dataset, config.data)
     _refuse_other_dataset(networks, dataset)
     _warn_of_other_names(networks, dataset, config.data)
-    sound_headers(dataset, held_out, config.data, ImageFiles())
+    sound_headers(dataset, held_out, config.data)
     _warn_of_other_splits(networks, config.data)
     _warn_of_seen_cases(source, held_out)
     segmenter = predict.segmenter(networks, config.device, mirror=None)

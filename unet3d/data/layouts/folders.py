@@ -38,7 +38,4 @@ def _cases(images: Path, labels: Path) -> tuple[Case, ...]:
     maps = by_stem(volumes_in(labels))
     sorted_cases((Case(name, (), path) for name, path in maps.items()), labels)
     grouped = images_by_case(images, maps)
-    return sorted_cases(
-        (Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()),
-        images,
-    )
+    return sorted_cases((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)

@@ -22,12 +22,7 @@ PHANTOM: dict[str, Any] = {  # its dataset.json, without the cases
     "name": "Phantom",
     "description": "Generated: no patient, no licence",
     "modality": {"0": "MRI"},
-    "labels": {
-        "0": "background",
-        "1": "organ",
-        "2": "vessel",
-        "3": "lesion",
-    },
+    "labels": {"0": "background", "1": "organ", "2": "vessel", "3": "lesion"},
 }
 SPACING = (1.0, 1.0, 2.5)  # mm, as coarse along z as many clinical scans
 AIR = 0.02  # intensities
@@ -90,11 +85,7 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     try:
         with making_folder(folder) as temporary:
             entries = [_write_case(temporary, case) for case in cases]
-            content = {
-                **about,
-                "numTraining": len(entries),
-                "training": entries,
-            }
+            content = {**about, "numTraining": len(entries), "training": entries}
             (temporary / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same
@@ -169,12 +160,7 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
     radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
-    body = _ellipsoid(
-        points,
-        centre=np.zeros(3),
-        radii=np.array((0.94, 0.88, 1.5)),
-        turn=np.eye(3),
-    )
+    body = _ellipsoid(points, centre=np.zeros(3), radii=np.array((0.94, 0.88, 1.5)), turn=np.eye(3))
     spine = np.hypot(points[0], points[1] - 0.6) - 0.20
     outside = np.minimum(-body, spine)
     organ = _ellipsoid(points, centre, radii, pose.as_matrix())
@@ -241,12 +227,7 @@ def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.
     return np.asarray((field - field.mean()) / field.std())
 
 
-def _ellipsoid(
-    points: np.ndarray,
-    centre: np.ndarray,
-    radii: np.ndarray,
-    turn: np.ndarray,
-) -> np.ndarray:
+def _ellipsoid(points: np.ndarray, centre: np.ndarray, radii: np.ndarray, turn: np.ndarray) -> np.ndarray:
     """Return the distance to its surface (X, Y, Z), negative inside; at most the true one."""
     offset = np.tensordot(turn.T, points - centre[:, None, None, None], 1)
     norm = np.linalg.norm(offset / radii[:, None, None, None], axis=0)
@@ -266,12 +247,7 @@ def _vessel_axes(rng: np.random.Generator) -> np.ndarray:
     return np.concatenate([trunk, branch])
 
 
-def place_balls(
-    rng: np.random.Generator,
-    points: np.ndarray,
-    free: np.ndarray,
-    radii: np.ndarray,
-) -> list[np.ndarray]:
+def place_balls(rng: np.random.Generator, points: np.ndarray, free: np.ndarray, radii: np.ndarray) -> list[np.ndarray]:
     """Return distances to balls inside `free` that do not touch each other: the largest, and the others that fit."""
     from scipy.ndimage import distance_transform_edt
 
@@ -304,9 +280,7 @@ def ensure_mni152(parent: Path) -> Path:
 def _mni152_cases() -> Iterator[GeneratedCase]:
     """Yield the one case, its voxels as nilearn's files store them, 0 to LEVELS."""
     try:
-        from nilearn import (
-            datasets,
-        )  # takes a second, and only the first run needs it
+        from nilearn import datasets  # takes a second, and only the first run needs it
     except ImportError as error:
         command = 'python -m pip install -c constraints.txt -e ".[brain]"'
         raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error
