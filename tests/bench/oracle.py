@@ -4,7 +4,11 @@ Writes to FILE, a JSON, all by public commands and functions: predicted peaks, p
 the CPU and on CUDA (exact integers), losses of three short trainings, predicted bytes and hashes of gradients of 12
 networks with `unet3d.recompute`, hashes of six prepared data sets, and the texts of five run folders. `--compare`
 prints each value that differs from those of another FILE, made before a change on the same machine, and ends with 1 if
-any does. Takes about 12 minutes of one core. `--only NAME` makes one section.
+any does; names that only FILE has are not compared. `--only NAME` makes one section; all take 12 minutes of one core.
+
+tests/golden/numbers.json has what is equal on every machine. `--golden` compares with it too, `--write` makes it again.
+It leaves out losses and hashes of gradients and voxels, whose last bits are the CPU's, and mixed precision on the CPU,
+which is predicted in another way where the CPU has no bf16.
 """
 
 import argparse
@@ -28,8 +32,10 @@ from torch import Tensor, nn
 import unet3d
 from unet3d.config.compose import compose
 from unet3d.data.prepare import prepare_data
+from unet3d.recomputing.module import schedules_of
 
 ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "numbers.json"
 SMALL = ("wandb.mode=disabled", "workers=0", "data.phantom.shape=[40,40,24]", "data.patch=[32,32,16]")
 TINY = (*SMALL, "model=unet_tiny", "model.features=[4,8]", "data.phantom.cases=5", "batch=2", "device=cpu")
 
@@ -39,7 +45,7 @@ NETWORKS_OF_CONFIGS = (
     "model=unet_tiny model.norm=batch model.upsampling=trilinear",
     "model=unet_tiny model.norm=instance model.blocks=[2,2,2] model.downsampling=strided_conv",
     "model=unet_tiny model.deep_supervision=true model.activation=swish",
-    "model=cicek2016 data.patch=[52,52,44] data.phantom.shape=[60,60,48]",
+    "model=cicek2016 data.patch=[92,92,92] data.phantom.shape=[92,92,92] data.phantom.cases=2",
 )
 TECHNIQUES = (
     "",
@@ -50,7 +56,7 @@ TECHNIQUES = (
     "recompute=tiles",
     "recompute=lean amp=true optim=sgd",
     "batch=4 optim=sgd accumulate=2",
-    "optim=adam loss=ce eval_batch=2",
+    "optim=adam loss=ce",
     "loss=dice optim.clip=null",
 )
 TRAININGS = {
@@ -112,7 +118,7 @@ def losses(place: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{name}, step {record['step']}", kept
 
 
-def _networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
+def networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
     """Return 12 networks and the images (N C D H W) that they get."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet, ResidualEncoderUNet
     from monai.networks import nets
@@ -153,7 +159,7 @@ def _networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
 
 def recomputed(_: Path) -> Iterator[tuple[str, Any]]:
     """Yield predicted bytes of a step, and hashes of logits and gradients, with `unet3d.recompute`."""
-    for name, (make, size) in _networks().items():
+    for name, (make, size) in networks().items():
         for plan in ("lean", "tiles"):
             torch.manual_seed(0)
             network = unet3d.recompute(make().train(), plan=plan)
@@ -163,7 +169,15 @@ def recomputed(_: Path) -> Iterator[tuple[str, Any]]:
             logits = outputs if isinstance(outputs, Tensor) else outputs[0]
             logits.square().mean().backward()
             gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-            yield f"{name}, {plan}", {"peak bytes": predicted.peak_bytes, "hash": _hash([logits.detach(), *gradients])}
+            schedule = schedules_of(network).program(image).schedule
+            yield (
+                f"{name}, {plan}",
+                {
+                    "peak bytes": predicted.peak_bytes,
+                    "hash": _hash([logits.detach(), *gradients]),
+                    "schedule": [len(schedule.instructions), schedule.peak_bytes, round(schedule.work, 6)],
+                },
+            )
 
 
 def _hash(tensors: Sequence[Tensor]) -> str:
@@ -214,7 +228,17 @@ def prepared(place: Path) -> Iterator[tuple[str, Any]]:
         for case in (*data.train, *data.val):
             read = data.read_train if case in data.train else data.read_val
             ready = read(case)
-            yield f"{name}, {case.id}", {"image": _hash([ready.image]), "label": _hash([ready.label])}
+            image = ready.image.double()
+            yield (
+                f"{name}, {case.id}",
+                {
+                    "image": _hash([ready.image]),
+                    "label": _hash([ready.label]),
+                    "channels, voxels": [*image.shape],
+                    "labels": torch.stack(ready.label.unique(return_counts=True)).tolist(),
+                    "mean, sd": [round(image.mean().item(), 3) + 0.0, round(image.std().item(), 3)],
+                },
+            )
 
 
 NAMES, ENDINGS = ("STATUS", "out", "err"), (".csv", ".html", ".md", ".tex", ".txt", ".yaml")
@@ -246,13 +270,53 @@ def _plain(text: str, place: Path) -> str:
     return re.sub(r"\b[0-9a-f]{7,64}\b", "HASH", text)
 
 
+def figures(memory: dict[str, Any]) -> dict[str, Any]:
+    """Return a prediction in memory.json as golden numbers: bytes, and a hash of those that others are sums of."""
+    predicted = memory["predicted"]
+    rest = {name: predicted[name] for name in ("phase_categories", "phase_ends", "levels", "layers", "state")}
+    return {
+        "parameters": memory["parameters"],
+        "peak": {name: size for name, size in predicted.items() if name.endswith("_bytes")},
+        "moment": predicted["moment"]["words"],
+        "phases": {name: [*peaks.values()] for name, peaks in predicted["phases"].items()},
+        "categories": predicted["categories"],
+        "layers": {layer["module"]: layer["bytes"] for layer in predicted["layers"]},
+        "all of it": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16],
+    }
+
+
+def golden(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what is equal on every machine."""
+    found: dict[str, Any] = {}
+    for words, memory in result.get("peaks", {}).items():
+        if not words.startswith("device=cpu") or "amp=true" not in words:
+            found.setdefault("peaks", {})[words] = memory if "error" in memory else figures(memory)
+    for section, left_out in (("recomputed", {"hash"}), ("prepared", {"image", "label"})):
+        for name, values in result.get(section, {}).items():
+            kept = {key: value for key, value in values.items() if key not in left_out}
+            found.setdefault(section, {})[name] = kept
+    return found
+
+
+def _lines(found: dict[str, Any]) -> str:
+    """Return JSON with a line for each number or short list of numbers."""
+    sections = []
+    for section, entries in found.items():
+        blocks = []
+        for name, values in entries.items():
+            lines = [f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
+            blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+        sections.append(f" {json.dumps(section)}: {{\n" + ",\n".join(blocks) + "\n }")
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
 SECTIONS = {function.__name__: function for function in (peaks, losses, recomputed, prepared, folders)}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield a line for each value that differs."""
-    for name in dict.fromkeys([*before, *after]):
-        old, new = before.get(name), after.get(name)
+    """Yield a line for each value of `before` that differs."""
+    for name, old in before.items():
+        new = after.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from differences(old, new, f"{path}{name} / ")
         elif old != new:
@@ -265,6 +329,8 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--compare", type=Path)
     parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--golden", action="store_true", help="compare with tests/golden/numbers.json")
+    parser.add_argument("--write", action="store_true", help="make tests/golden/numbers.json again")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = {}
@@ -272,10 +338,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as place:
             result[name] = dict(SECTIONS[name](Path(place)))
     arguments.file.write_text(json.dumps(result, indent=1))
-    if arguments.compare is None:
-        return 0
-    before = json.loads(arguments.compare.read_text())
-    lines = list(differences({name: before.get(name, {}) for name in result}, result))
+    kept = json.loads(GOLDEN.read_text())
+    lines: list[str] = []
+    if arguments.compare:
+        before = json.loads(arguments.compare.read_text())
+        lines += differences({name: before.get(name, {}) for name in result}, result)
+    if arguments.golden:
+        found = golden(result)
+        lines += differences({name: kept[name] for name in found}, found)
+    if arguments.write:
+        GOLDEN.write_text(_lines(kept | golden(result)))
     print("\n".join(lines))
     return 1 if lines else 0
 

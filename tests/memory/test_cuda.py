@@ -24,8 +24,7 @@ from unet3d.config.schema import Config
 from unet3d.memory import prediction
 from unet3d.memory.allocator import Settings
 from unet3d.memory.fake_tensors import cuda_autocast, fake_mode
-from unet3d.memory.gpu_ledgers import GpuLedger
-from unet3d.memory.meter import STEPS_FOR_PEAK
+from unet3d.memory.meter import STEPS_FOR_PEAK, GpuLedger
 from unet3d.memory.prediction import MemoryEstimate
 from unet3d.memory.simulate import simulate
 from unet3d.model.unet import UNet3D

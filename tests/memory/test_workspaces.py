@@ -15,8 +15,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
 from unet3d.memory.allocator import EMPTY_CACHE
-from unet3d.memory.gpu_ledgers import Counters, GpuLedger
-from unet3d.memory.meter import MEASURED_STEPS, CudaMeter
+from unet3d.memory.meter import MEASURED_STEPS, Counters, CudaMeter, GpuLedger
 from unet3d.memory.prediction import preflight
 from unet3d.memory.simulate import simulate
 from unet3d.recomputing import workspaces

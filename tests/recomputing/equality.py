@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from unet3d.recomputing import module, prepare, search
+from unet3d.recomputing.graph import Graph
 from unet3d.recomputing.instructions import Sizes, Workspace
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.program import Program
@@ -84,11 +86,31 @@ def assert_equal(model: nn.Module, image: Tensor, seeds: Sequence[int], tiles: i
     image = image.double()
     model = model.double().train()
     plain = run(copy.deepcopy(model), image)
-    for seed in seeds:
-        with drawn_schedules(seed, tiles):
-            for device_type in ("cpu", "cuda"):
-                recomputed = Recomputed(copy.deepcopy(model), device_type=device_type)
-                assert_same(run(recomputed, image), plain)
+    with traced_once():
+        for seed in seeds:
+            with drawn_schedules(seed, tiles):
+                for device_type in ("cpu", "cuda"):
+                    recomputed = Recomputed(copy.deepcopy(model), device_type=device_type)
+                    assert_same(run(recomputed, image), plain)
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Let networks that are copies of one another be traced once, unless a graph holds tensors of one of them."""
+    traced = prepare.trace  # by a context around this one, perhaps
+    known: list[Graph] = []
+
+    def once(network: nn.Module, image: Tensor) -> Graph:
+        graph = known[0] if known else traced(network, image)
+        if graph.constants:
+            return graph
+        known[:] = [graph]
+        values = copy.deepcopy(replace(graph, out_spec=None))  # a program changes some of them
+        return replace(values, out_spec=graph.out_spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "trace", once)
+        yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import assert_close, assert_equal, assert_same, no_scratch, run
+from equality import assert_close, assert_equal, assert_same, no_scratch, run, traced_once
 from graphs import RandomNetwork
 from torch.utils._pytree import tree_leaves
 
@@ -119,17 +119,18 @@ def _compare(seed: int) -> None:
     left = run(plain, image)
     with torch.no_grad():
         expected = tree_leaves(plain.eval()(image))
-    finder = schedules_of(Recomputed(model))
-    program = finder.program(image.clone().requires_grad_())
-    budget = program.fixed_bytes + draw.choice(program.schedules).peak_bytes
-    for plan in PLANS:
-        network = Recomputed(copy.deepcopy(model), plan, budget if plan == "auto" else None)
-        schedules_of(network).prepared = finder.prepared
-        assert_same(run(network, image), left, CLOSE)
-        with torch.no_grad():
-            outputs = tree_leaves(network.eval()(image))
-        for output, of_plain in zip(outputs, expected, strict=True):
-            assert_close(output, of_plain, CLOSE)
-    assert len(finder.prepared) == 1
-    if seed % DRAWN == 0:
-        assert_equal(model, image, seeds=[seed], tiles=4)
+    with traced_once():
+        finder = schedules_of(Recomputed(model))
+        program = finder.program(image.clone().requires_grad_())
+        budget = program.fixed_bytes + draw.choice(program.schedules).peak_bytes
+        for plan in PLANS:
+            network = Recomputed(copy.deepcopy(model), plan, budget if plan == "auto" else None)
+            schedules_of(network).prepared = finder.prepared
+            assert_same(run(network, image), left, CLOSE)
+            with torch.no_grad():
+                outputs = tree_leaves(network.eval()(image))
+            for output, of_plain in zip(outputs, expected, strict=True):
+                assert_close(output, of_plain, CLOSE)
+        assert len(finder.prepared) == 1
+        if seed % DRAWN == 0:
+            assert_equal(model, image, seeds=[seed], tiles=4)

@@ -3,9 +3,9 @@
 `explain` and `predict` are for any network, from Python, and `assert_below` is for its tests; torch loads when they
 are used.
 
-In reading order: `ledger` records each tensor storage and the module that made it; `gpu_ledgers` add what happens
-within convolutions on a GPU; `breakdown` says who holds the bytes; `meter` reads the peaks of a step. `fake_tensors`
-and `simulate` take the step without its memory; `allocator` replays CUDA's allocator; `peak` is what a step needs.
+In reading order: `ledger` records each tensor storage and the module that made it; `breakdown` says who holds the
+bytes; `meter` reads the peaks of a step, and adds what happens within convolutions on a GPU. `fake_tensors` and
+`simulate` take the step without its memory; `allocator` replays CUDA's allocator; `peak` is what a step needs.
 `segments` (`ckpt`) and `technique` (`recompute`) choose what backward computes again; `variants` are other ways to take
 a step, `remedies` the search for one that fits. `prediction` is what a run prints first; `any_network` and `user_step`
 are for networks of others; `tables` and `export` show the figures.

@@ -24,8 +24,7 @@ from unet3d.memory import tables
 from unet3d.memory.allocator import read_settings
 from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.gpu_ledgers import GpuLedger
-from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
+from unet3d.memory.meter import MEASURED_STEPS, GpuLedger, LedgerMeter, open_meter
 from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.simulate import fake_steps
 from unet3d.memory.user_step import (

@@ -28,7 +28,7 @@ from unet3d.recomputing.workspaces import CONVOLUTION
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 # Frames that are passed over in search of the code that asks for a value: torch's, and those of the dispatch modes.
-DISPATCH_MODES = ("ledger", "gpu_ledgers", "fake_tensors")
+DISPATCH_MODES = ("ledger", "meter", "fake_tensors")
 INNER = (TORCH, *(f"{PACKAGE}memory{os.sep}{name}.py" for name in DISPATCH_MODES))
 MOST_GUESSES = 100
 RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer.default

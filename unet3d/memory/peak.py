@@ -4,8 +4,8 @@ import os
 from typing import NamedTuple
 
 from unet3d.memory.allocator import Settings, read_settings, replay
-from unet3d.memory.gpu_ledgers import GpuLedger
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.meter import GpuLedger
 
 
 class Peak(NamedTuple):

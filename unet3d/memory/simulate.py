@@ -17,9 +17,8 @@ from unet3d.base.progress import parts
 from unet3d.base.types import Batch, host_bytes, mib
 from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.gpu_ledgers import GpuLedger
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import COUNTED, MEASURED_STEPS, LedgerMeter
+from unet3d.memory.meter import COUNTED, MEASURED_STEPS, GpuLedger, LedgerMeter
 from unet3d.recomputing.plans import PLAIN, Technique
 from unet3d.training import optim
 from unet3d.training.inference import Predictor

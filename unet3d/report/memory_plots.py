@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Entry = Mapping[str, Any]  # a step in memory.json
 Series = Mapping[str, Sequence[tuple[float, int]]]  # name: x and peak in bytes
+Part = tuple[str, str, Array, Array]  # of a stack: name, colour, MiB in every place, MiB below it
 KINDS = {  # category of bytes: its name and colour, from the bottom of a stack up; what every step keeps lies below
     "params": ("weights", "#0072B2"),
     "optimizer": ("optimizer state", "#CC79A7"),
@@ -34,15 +35,6 @@ MOST_BARS = 60  # layers of a network without levels
 MOST_EVENTS = 5000  # of a step whose areas an SVG draws as shapes, not as pixels
 WIDTH = 9.6  # inches, of a figure
 BAND_COLOURS = ("#F2F2F2", "#FFFFFF")
-
-
-class Part(NamedTuple):
-    """A category in a stack: its MiB in every place, and the MiB below it."""
-
-    name: str
-    colour: str
-    sizes: Array
-    below: Array
 
 
 def write_ledger_files(ledger: "Ledger", folder: Path) -> None:
@@ -69,11 +61,11 @@ def phase_plot(entry: Entry, path: Path) -> None:
     figure = blank(WIDTH, 1.6 + 0.42 * len(names))
     axes = figure.subplots()
     by_phase = entry.get("phase_categories")
-    parts: Iterable[Part] = [Part("later steps", GREY, later, np.zeros(len(names)))]
+    parts: Iterable[Part] = [("later steps", GREY, later, np.zeros(len(names)))]
     if by_phase:
         parts = _stack([[by_phase[name][kind] for name in names] for kind in KINDS])
-    for part in parts:
-        axes.barh(shown, part.sizes, 0.66, left=part.below, color=part.colour, label=part.name)
+    for name, colour, sizes, below in parts:
+        axes.barh(shown, sizes, 0.66, left=below, color=colour, label=name)
     if any("first" in peaks for peaks in phases.values()):
         axes.plot(first, shown, "D", color="black", mec="white", markersize=7, label="first step")
     for row in range(len(names)):
@@ -100,9 +92,9 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
     figure = blank(WIDTH, 4.4)
     axes = figure.subplots()
     is_long = len(rows) > MOST_EVENTS
-    for part in _stack(changes.cumsum(axis=1)):
-        edges = (range(len(part.sizes)), part.below, part.below + part.sizes)
-        axes.fill_between(*edges, step="post", color=part.colour, linewidth=0, label=part.name, rasterized=is_long)
+    for name, colour, sizes, below in _stack(changes.cumsum(axis=1)):
+        edges = (range(len(sizes)), below, below + sizes)
+        axes.fill_between(*edges, step="post", color=colour, linewidth=0, label=name, rasterized=is_long)
     alive = changes.sum(axis=0).cumsum()
     event = int(alive.argmax())
     peak = alive.max() / MIB
@@ -154,8 +146,8 @@ def layer_plot(entry: Entry, path: Path) -> None:
     width = max(WIDTH, 0.26 * len(rows) + 1)
     figure = blank(width, 5)
     axes = figure.subplots()
-    for part in _stack([[row[kind] for row in rows] for kind in KINDS]):
-        axes.bar(range(len(rows)), part.sizes, 0.8, bottom=part.below, color=part.colour, label=part.name)
+    for name, colour, sizes, below in _stack([[row[kind] for row in rows] for kind in KINDS]):
+        axes.bar(range(len(rows)), sizes, 0.8, bottom=below, color=colour, label=name)
     axes.set_xticks(range(len(rows)), [plain(row["module"]) for row in rows], rotation=90, fontsize=8)
     highest = max(row["bytes"] for row in rows) / MIB
     axes.set(
@@ -190,7 +182,7 @@ def _stack(sizes: "ArrayLike") -> Iterator[Part]:
     below = np.zeros(np.shape(sizes)[1])
     for (name, colour), row in zip(KINDS.values(), np.divide(sizes, MIB), strict=True):
         if row.any():
-            yield Part(name, colour, row, below)
+            yield name, colour, row, below
             below = below + row
 
 

@@ -46,11 +46,12 @@ def read_picture(path: Path, about: str) -> Picture | None:
 
 def render(template: str, **values: Any) -> str:
     """Return a page or a paragraph: a template of the folder with these values, without control codes."""
-    return escaped(_environment().get_template(template).render(values), keep="\n")
+    return escaped(environment().get_template(template).render(values), keep="\n")
 
 
 @cache
-def _environment() -> "jinja2.Environment":
+def environment() -> "jinja2.Environment":
+    """Return what makes templates, once for a process: it compiles each once. Only pages are escaped."""
     import jinja2
 
     return jinja2.Environment(
