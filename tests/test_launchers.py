@@ -162,7 +162,7 @@ def test_a_sweep_goes_on_only_when_asked(tmp_path: Path, monkeypatch: pytest.Mon
         sweep.plan(words)
     jobs = sweep.plan([*words, "resume=auto"])
     assert [(job.config.seed, job.folder) for job in jobs] == [(n, tmp_path / "sweep" / str(n)) for n in range(2)]
-    assert [job.overrides for job in jobs] == [[*TINY, f"seed={number}"] for number in range(2)]
+    assert [job.composed.task_overrides for job in jobs] == [[*TINY, f"seed={number}"] for number in range(2)]
 
 
 @promise("Training", "the same of a ...")

@@ -13,6 +13,7 @@ from guards import without
 from nifti_files import case, decathlon, image, label
 from training import PLAIN, TINY, train
 
+from unet3d.base.files import NIFTI_ENDINGS
 from unet3d.data import nifti
 from unet3d.data.prepare import prepare_data
 from unet3d.data.scan import ImageFiles
@@ -30,7 +31,7 @@ def count_openings() -> None:
     def audit(event: str, arguments: Sequence[object]) -> None:
         if event == "open" and isinstance(arguments[0], str | os.PathLike):
             path = Path(os.path.abspath(arguments[0]))
-            if path.is_relative_to(root) and path.name.endswith(nifti.SUFFIXES):
+            if path.is_relative_to(root) and path.name.endswith(NIFTI_ENDINGS):
                 openings[str(path.relative_to(root))] += 1
                 (root.parent / "openings.json").write_text(json.dumps(openings))
 

@@ -80,7 +80,7 @@ def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
 def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: float, dtype: torch.dtype | None) -> None:
     overrides = ("model=unet_tiny", f"model.norm={norm}", f"model.dropout={dropout}")
     expected, _ = outcome(network(*overrides), MemoryPolicy("cpu", dtype))
-    for ckpt in (2, 3, 4, 5, 6):
+    for ckpt in (2, 3, 6):
         found, calls = outcome(network(*overrides), MemoryPolicy("cpu", dtype, evenly(6, ckpt)))
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), ckpt
         assert max(calls) <= 4, "two steps: each convolution runs at most twice in each"

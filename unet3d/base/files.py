@@ -21,6 +21,13 @@ import yaml  # type: ignore[import-untyped]
 
 from unet3d.base.errors import UserError, escaped
 
+NIFTI_ENDINGS = (".nii.gz", ".nii")
+# Of other formats that hold volumes; compressed NIfTI of other kinds are among them.
+OTHER_ENDINGS = re.compile(
+    r"(\.(nrrd|nhdr|seg|mha|mhd|hdr|img|mgh|mgz|mnc|dcm|ima|dicom|par|rec|vtk|vti|tiff?|h5|hdf5|npy|npz|zarr|b2nd)"
+    r"|\.nii\.(bz2|xz|zst|zip|z)|\.(hdr|img|nrrd|mha)\.gz)\Z",
+    re.IGNORECASE | re.ASCII,
+)
 LARGEST_TEXT = 2**28  # bytes: the records of a million steps
 LARGEST_YAML = 2**16  # bytes: thirty configs, read in half a second
 LARGEST_TABLE = 2**24  # bytes

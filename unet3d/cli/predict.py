@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, escaped, is_out_of_memory, not_saved, reason
+from unet3d.base.files import NIFTI_ENDINGS, OTHER_ENDINGS
 from unet3d.cli import lifecycle
 from unet3d.cli.commands import counted
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from unet3d.run.predict import Segmenter
     from unet3d.run.predicted_files import Origins
 
-ENDINGS = (".nii.gz", ".nii")
-OTHER_ENDINGS = (".nrrd", ".nhdr", ".mha", ".mhd", ".mgz", ".mgh", ".hdr", ".img", ".gz", ".dcm", ".npy", ".npz")
 LONGEST_NUMBER = 20  # letters
 SHARE = re.compile(r"-?(\d{1,9}(\.\d{0,20})?|\.\d{1,20})", re.ASCII)
 
@@ -76,11 +75,11 @@ def _names_file(out: Path) -> bool:
     if out.is_dir():
         return False
     name = out.name.lower()
-    if name.endswith(ENDINGS):
+    if name.endswith(NIFTI_ENDINGS):
         return True
     if out.exists():
         raise UserError(f"{out}: is a file; -o names a folder")
-    if name.endswith(OTHER_ENDINGS):
+    if OTHER_ENDINGS.search(name) or name.endswith(".gz"):
         raise UserError(f"-o {out}: label maps are written as .nii.gz; name it so, or give a folder")
     return False
 

@@ -9,18 +9,13 @@ from pathlib import Path
 from textwrap import shorten
 
 from unet3d.base.errors import UserError
+from unet3d.base.files import OTHER_ENDINGS
 from unet3d.data import nifti
 
 MAX_NAME = 255  # bytes of a file's name
 MAX_FILES_LISTED = 2_000  # letters of the names of a case's files
 MAX_MAPS_LISTED = 200  # letters of the names of label maps
 MAX_OTHERS_LISTED = 300  # letters of the names of volumes that are not read
-# Of formats that hold volumes; compressed NIfTI of other kinds are among them.
-OTHER_ENDINGS = re.compile(
-    r"(\.(nrrd|nhdr|seg|mha|mhd|hdr|img|mgh|mgz|mnc|dcm|ima|dicom|par|rec|vtk|vti|tiff?|h5|hdf5|npy|npz|zarr|b2nd)"
-    r"|\.nii\.(bz2|xz|zst|zip|z)|\.(hdr|img|nrrd|mha)\.gz)\Z",
-    re.IGNORECASE | re.ASCII,
-)
 NAME_SHOWN = 40  # letters of a name that is too long
 
 

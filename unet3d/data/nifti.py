@@ -20,11 +20,10 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
 from unet3d.base.errors import UserError
-from unet3d.base.files import open_regular
+from unet3d.base.files import NIFTI_ENDINGS, open_regular
 from unet3d.config.schema import Data
 from unet3d.data.forms import affine_of, form_faults
 
-SUFFIXES = (".nii.gz", ".nii")
 ENDING = re.compile(r"\.nii(\.gz)?\Z", re.IGNORECASE | re.ASCII)
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_VOXELS = 2**31  # a case is held in memory: 8 GiB as float32, four times the largest whole-body CT
@@ -91,7 +90,7 @@ def is_compressed(name: str) -> bool:
 def open_file(case_id: str, path: Path) -> BinaryIO:
     """Open a file that has the name and the first bytes of a NIfTI file. Raises UserError."""
     if not ending(path):
-        raise problem(case_id, path, f"is not a {' or '.join(SUFFIXES)} file; convert it")
+        raise problem(case_id, path, f"is not a {' or '.join(NIFTI_ENDINGS)} file; convert it")
     try:
         stream = open_regular(path) if path.is_file() else None  # not of a pipe: reading would wait for it
     except (OSError, ValueError) as error:

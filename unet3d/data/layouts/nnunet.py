@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.base.errors import UserError
+from unet3d.base.files import NIFTI_ENDINGS
 from unet3d.config.data_rules import checked_regions
 from unet3d.config.schema import Data
 from unet3d.data import nifti
@@ -53,14 +54,14 @@ def nnunet(root: Path, data: Data) -> DatasetInfo:
 def _file_ending(about: DatasetJson) -> str:
     """Return the ending that dataset.json says volumes have. Raises UserError for one that is not NIfTI's."""
     ending: str = about.field("file_ending", str)
-    if ending.lower() in nifti.SUFFIXES:
+    if ending.lower() in NIFTI_ENDINGS:
         return ending
-    if f".{ending.lower()}" in nifti.SUFFIXES:
+    if f".{ending.lower()}" in NIFTI_ENDINGS:
         remedy = f"write it with its dot, {shown(f'.{ending}')}"
     elif ending.lower().endswith(("gz", "nii")):
-        remedy = f"write {' or '.join(map(shown, nifti.SUFFIXES))}"
+        remedy = f"write {' or '.join(map(shown, NIFTI_ENDINGS))}"
     else:
-        remedy = f"convert the volumes to {' or '.join(nifti.SUFFIXES)}"
+        remedy = f"convert the volumes to {' or '.join(NIFTI_ENDINGS)}"
     raise about.error(f'"file_ending" is {shown(ending)}; {remedy}')
 
 
