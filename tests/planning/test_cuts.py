@@ -8,9 +8,9 @@ import pytest
 
 from unet3d.base.types import MIB
 from unet3d.config import compose
-from unet3d.planning import timing
+from unet3d.planning.draft import Draft
 from unet3d.planning.fingerprint import read_fingerprint
-from unet3d.planning.plan import make_plan
+from unet3d.planning.plan import choose_rotation
 
 CASES = 10
 SIDE = 16
@@ -39,10 +39,7 @@ def nested(rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("labels", "rotation"), [(cut_in_two, 0), (nested, 30)])
-def test_patches_are_not_rotated_where_classes_meet_in_a_plane(
-    labels, rotation: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timing, "measured_step", lambda _: 0.5)
+def test_patches_are_not_rotated_where_classes_meet_in_a_plane(labels, rotation: float, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for number in range(CASES):
         label = labels(rng).astype(np.uint8)
@@ -54,8 +51,10 @@ def test_patches_are_not_rotated_where_classes_meet_in_a_plane(
     config = compose.compose(["device=cpu", "model.features=[4,8]", *words])
     read = read_fingerprint(config.data)
     assert read.cut_axes == ((CUT,) if rotation == 0 else ())
-    draft = make_plan(config, {"model.features"}, read, 64 * MIB)
+    draft = Draft(config, {"model.features"}, read, 64 * MIB, None)
+    choose_rotation(draft)
     assert draft.config.data.augment.rotation == rotation
 
-    given = {"model.features", "data.augment.rotation"}
-    assert make_plan(config, given, read, 64 * MIB).config.data.augment.rotation == 30
+    draft = Draft(config, {"data.augment.rotation"}, read, 64 * MIB, None)
+    choose_rotation(draft)
+    assert draft.config.data.augment.rotation == 30

@@ -94,17 +94,6 @@ def test_the_patch_of_a_config_fits_and_the_next_does_not(capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_patches_of_given_proportions_stand_beside_cubes(capsys: pytest.CaptureFixture[str]) -> None:
-    question = [*QUESTION, "--proportions", "4x4x1", "device=cpu", "budget=2MiB", "recompute=lean"]
-    assert face("plan", *question) == 0
-    cube, thin = rows(capsys.readouterr().out, kinds=1)
-    assert len({*cube.patch.split("x")}) == 1
-    x, y, z = (int(length) for length in thin.patch.split("x"))
-    assert min(x, y) >= 3 * z
-    assert cube.schedule == thin.schedule == "bf16 lean"
-
-
-@pytest.mark.slow
 def test_any_network_is_asked_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     network = ["--module", f"{__name__}:Thin", "--args", '{"width": 2}']
     assert face("plan", *network, "--multiple", "8", "device=cpu", "batch=1", "budget=4MiB") == 0
@@ -117,11 +106,17 @@ def test_any_network_is_asked_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_the_budget_may_be_the_peak_of_a_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert face("plan", *QUESTION, "recompute=lean", "device=cpu", "--peak-of", "20x20x20") == 0
-    (row,) = rows(capsys.readouterr().out, kinds=1)
-    assert row.schedule == "bf16 lean"
-    assert float(row.voxels.removesuffix("x")) > 1
+def test_the_budget_may_be_the_peak_of_a_patch_and_proportions_stand_beside_cubes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = [*QUESTION, "recompute=lean", "device=cpu", "--peak-of", "20x20x20", "--proportions", "4x4x1"]
+    assert face("plan", *question) == 0
+    cube, thin = rows(capsys.readouterr().out, kinds=1)
+    assert len({*cube.patch.split("x")}) == 1
+    x, y, z = (int(length) for length in thin.patch.split("x"))
+    assert min(x, y) >= 3 * z
+    assert cube.schedule == thin.schedule == "bf16 lean"
+    assert float(cube.voxels.removesuffix("x")) > 1
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def four(y: Tensor) -> list[Tensor]:
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "view": lambda x, y: aten.view(x.contiguous(), [1, 8, 6, 5, 3]),
+    "_unsafe_view": lambda x, y: aten._unsafe_view(x.contiguous(), [1, 8, 6, 5, 3]),
     "slice": lambda x, y: aten.slice(x, 2, 1, 4),
     "unsqueeze": lambda x, y: aten.unsqueeze(x, 1),
     "expand": lambda x, y: aten.expand(x[:, :1], SHAPE),
@@ -43,7 +44,10 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "zero_": lambda x, y: aten.zero_(x),
     "add_": lambda x, y: aten.add_(y, x, alpha=2),
     "mul_": lambda x, y: aten.mul_(x, y[:, :, :1, :1, :1]),
+    "mul": lambda x, y: aten.mul(x, y[:, :, :1, :1, :1]),
+    "mul by a number": lambda x, y: aten.mul(x, 2),
     "mul_ by a number": lambda x, y: aten.mul_(x, 2),
+    "addcmul": lambda x, y: aten.addcmul(y[:, :, :1, :1, :1], x, y[:, :, :1, :1, :1]),
     "addcmul over": lambda x, y: aten.addcmul.out(y[:, :, :1, :1, :1], x, y[:, :, :1, :1, :1], out=x),
     "leaky_relu_": lambda x, y: aten.leaky_relu_(x, 0.01),
     "leaky_relu_backward over": lambda x, y: aten.leaky_relu_backward.grad_input(x, x, 0.01, False, grad_input=x),
@@ -52,11 +56,18 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "to a device": lambda x, y: aten._to_copy(x, device=torch.device("cpu")),
     "sum": lambda x, y: aten.sum(x, [0, 2], True, dtype=torch.float32),
     "statistics": lambda x, y: aten.batch_norm_update_stats(x.contiguous(), y.new_empty(4), y.new_empty(4), 1.0),
+    "cat": lambda x, y: aten.cat([x, x], 1),
+    "cat of several layouts": lambda x, y: aten.cat([x, y], 1),
+    "constant_pad_nd": lambda x, y: aten.constant_pad_nd(x, [0, 0, 1, 1], 0.0),
+    "full_like": lambda x, y: aten.full_like(x, 1.0),
+    "full_like in another type": lambda x, y: aten.full_like(x, 0, dtype=torch.float16),
+    "new_zeros": lambda x, y: aten.new_zeros(x, [3, 2]),
     "new_empty": lambda x, y: aten.new_empty(x, [3, 2]),
     "normalisation": lambda x, y: aten.native_batch_norm(x, *four(y), False, 0.0, 0.0),
     "normalisation backward": lambda x, y: aten.native_batch_norm_backward(
         x, x, *four(y)[:3], *four(y)[:2], False, 0.0, [True, True, True]
     ),
+    "_foreach_add": lambda x, y: aten._foreach_add([y, x], [x, y], alpha=2),
     "_foreach_add_": lambda x, y: aten._foreach_add_([y, y], [x, x]),
     "_foreach_copy_": lambda x, y: aten._foreach_copy_([y, x], [x, y]),
 }

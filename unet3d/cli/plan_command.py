@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,20 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             raise UserError("-o is for the plan of a data set; remove it, or --network and --module")
         return plan_network.run(arguments)
-    overrides, own = _split(arguments.overrides)
+    overrides = [word for word in arguments.overrides if word.partition("=")[0] not in OWN]
+    own = dict(word.partition("=")[::2] for word in arguments.overrides if word not in overrides)
     like = own.get("like")
     if like not in (None, "nnunet"):
         raise UserError(f"like={like}: use like=nnunet, or leave it out")
     composed = compose.compose_tree(overrides)
     given = _given(composed)
     config = _config(composed, given)
-    if config.model.kernels == "auto":
-        given.discard("model.kernels")
-    if config.model.strides == "auto":
-        given.discard("model.strides")
-    for name in sorted(given):
-        if name not in options_with("kept"):
-            raise UserError(f"{name}: a plan does not keep this; give it to train.py")
+    for name in ("model.kernels", "model.strides"):
+        if getattr(config.model, name.removeprefix("model.")) == "auto":
+            given.discard(name)
+    unkept = sorted(given - options_with("kept").keys())
+    if unkept:
+        raise UserError(f"{unkept[0]}: a plan does not keep this; give it to train.py")
     if config.plan is not None:
         raise UserError(f"plan={config.plan}: is made by this command; give it to train.py")
     if config.model.path is not None:
@@ -63,13 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         config, given = plan.like_nnunet(config, given, read)
     draft = plan.make_plan(config, given, read, budget, seconds)
     print(f"Plan for {mib(budget)} MiB on {draft.device}")
-    for line in plan.decision_lines(draft):
-        print(f"  {escaped(line)}")
-    command = shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])
-    write_text(out, plan.as_yaml(draft, command))
+    for decision in draft.decisions:
+        print(f"  {escaped(str(decision))}")
+    write_text(out, draft.as_yaml(shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])))
     for line in draft.warnings:
         lifecycle.print_error(f"warning: {line}")
-    train = shlex.join(["python", "train.py", lifecycle.path_option("plan", out), *_read_alone(overrides)])
+    words = zip(overrides, compose.parsed(overrides), strict=True)
+    of_data = [text for text, word in words if word.key_or_group in options_with("read")]  # no plan keeps them
+    train = shlex.join(["python", "train.py", lifecycle.path_option("plan", out), *of_data])
     print(f"written: {escaped(out)}; train it: {escaped(train)}")
     return 0
 
@@ -109,25 +110,6 @@ def _given(composed: compose.Composed) -> set[str]:
     if "data" in words:
         given.add("data.format")
     return given - options_with("read").keys() - options_with("ignored").keys() - {"budget"}
-
-
-def _read_alone(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that count as data are read and that no plan keeps, so that training needs them, too."""
-    words = zip(overrides, compose.parsed(overrides), strict=True)
-    return [text for text, word in words if word.key_or_group in options_with("read")]
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the overrides, and the last value of each of the planner's OWN words."""
-    own = {}
-    overrides = []
-    for word in words:
-        name, _, value = word.partition("=")
-        if name in OWN:
-            own[name] = value
-        else:
-            overrides.append(word)
-    return overrides, own
 
 
 def _budget(text: str | None, device: str) -> int:

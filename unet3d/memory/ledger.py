@@ -126,6 +126,7 @@ class ModuleTracker(Observer):
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "temporaries", "inputs")
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
+SEQUENCES = (list, tuple)
 ADOPTED = "adopted"  # the operation of a storage that existed before the ledger saw it
 # A storage made in one phase and alive when a later one begins has this category.
 OUTLIVES = {
@@ -342,15 +343,19 @@ def _outlives(storage: Storage, moment: int) -> bool:
     return storage.died is None or storage.died >= moment
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or results of an operation.
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operation, in order.
 
-    It is called for every operation of a step: torch's pytree takes twice the time.
+    It is called for every operation of a step: torch's pytree takes several times as long.
     """
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from _tensors(part)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
+    found: list[Tensor] = []
+    waiting = [tree]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, SEQUENCES):
+            waiting.extend(reversed(part))
+        elif isinstance(part, dict):
+            waiting.extend(reversed(part.values()))
+    return found

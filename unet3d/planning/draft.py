@@ -1,14 +1,16 @@
-"""A plan as it is made: the config so far, the options that it sets, and the decisions with their reasons."""
+"""A plan as it is made, and its file: the config so far, and decisions, each with its reason."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from unet3d import build
-from unet3d.config.schema import Config
-from unet3d.planning.fingerprint import Fingerprint
+import yaml  # type: ignore[import-untyped]
 
-Triple = tuple[float, float, float]
+from unet3d import build
+from unet3d.base.errors import escaped
+from unet3d.config.schema import Config
+from unet3d.model.architecture import Spacing, median_shape, target_spacing
+from unet3d.planning.fingerprint import Fingerprint
 
 
 class Decision(NamedTuple):
@@ -17,27 +19,44 @@ class Decision(NamedTuple):
     name: str
     choice: str
     reason: str
-    instead: str  # the next best choice; "" without one
+    instead: str  # The next best choice; "" without one.
+
+    def __str__(self) -> str:
+        next_best = f"; next best: {self.instead}" if self.instead else ""
+        return f"{self.name}: {self.choice}: {self.reason}{next_best}"
 
 
 @dataclass
 class Draft:
     """What has been decided, and what it follows from."""
 
-    config: Config  # of the run, as far as it is decided; its model has channels and classes
-    given: Collection[str]  # options of the command line, which stay as they are
+    config: Config  # Of the run, as far as it is decided; its model has channels and classes.
+    given: Collection[str]  # Options of the command line, which stay as they are.
     fingerprint: Fingerprint
-    budget: int  # bytes
-    seconds: float | None  # that the run may take
-    options: dict[str, Any] = field(default_factory=dict)  # that the plan sets, by dotted name
-    promise: dict[str, Any] = field(default_factory=dict)  # what is predicted of the run
+    budget: int  # Bytes.
+    seconds: float | None  # That the run may take.
+    options: dict[str, Any] = field(default_factory=dict)  # That the plan sets, by dotted name.
+    promise: dict[str, Any] = field(default_factory=dict)  # What is predicted of the run.
     decisions: list[Decision] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)  # of what the budget or the time left undone
+    warnings: list[str] = field(default_factory=list)  # Of what the budget or the time left undone.
 
     @property
     def device(self) -> str:
         """Return the type of device that the run is for, cpu or cuda."""
         return build.device_type(self.config)
+
+    @property
+    def spacing(self) -> Spacing:
+        """Return the spacing (mm) that the network sees, of the median case where it is as stored."""
+        if self.config.data.spacing is None:
+            return target_spacing(self.fingerprint.shapes, self.fingerprint.spacings)
+        x, y, z = self.config.data.spacing
+        return x, y, z
+
+    @property
+    def shape(self) -> Spacing:
+        """Return the median shape (voxels) that the network sees."""
+        return median_shape(self.fingerprint.shapes, self.fingerprint.spacings, self.spacing)
 
     def decide(self, name: str, choice: str, reason: str, instead: str = "") -> None:
         """Add a line."""
@@ -53,6 +72,29 @@ class Draft:
             return
         self.options[name] = value
         self.config = changed(self.config, name, value)
+
+    def as_yaml(self, command: str) -> str:
+        """Return the plan's file: what the command line gave, what was decided, and what is promised."""
+        options: dict[str, Any] = {}
+        for name, value in {**self._given_values(), **self.options}.items():
+            *groups, last = name.split(".")
+            place = options
+            for group in groups:
+                place = place.setdefault(group, {})
+            place[last] = value
+        content = {"options": options, "promise": self.promise}
+        text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
+        reasons = [f"# {escaped(str(decision))}" for decision in self.decisions]
+        return "\n".join([f"# Written by: {escaped(command)}", *reasons, text])
+
+    def _given_values(self) -> dict[str, Any]:
+        values = {}
+        for name in sorted(self.given):
+            value: Any = self.config
+            for part in name.split("."):
+                value = getattr(value, part)
+            values[name] = value
+        return values
 
 
 def changed(node: Any, name: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ from unet3d.data.intensity import foreground_sample
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import subsample_indices
 from unet3d.data.splits import split
-from unet3d.data.volume import LabelValues, Volume, read_volume
+from unet3d.data.volume import LabelValues, read_volume
 
 CASES_SAMPLED = 20  # training cases whose voxels are read
 VOXELS_SAMPLED = 5 * 10**8  # that are read at most, but for those of the first cases
@@ -92,19 +92,21 @@ def read_fingerprint(data: Data) -> Fingerprint:
     train, val = split(dataset, data)
     cases = list(dict.fromkeys([*train, *val]))
     headers = sound_headers(dataset, cases, data)
-    grids = [headers[case.id].stored for case in cases]
-    stored = [grid for grid in grids if grid is not None]
-    assert len(stored) == len(cases), "sound_headers raises for a case without a grid"
-    grid_of = dict(zip([case.id for case in cases], stored, strict=True))
-    samples = _samples(dataset, _chosen(train, grid_of), data)
+    grid_of: dict[str, Grid] = {}
+    for case in cases:
+        grid = headers[case.id].stored
+        assert grid is not None, "sound_headers raises for a case without a grid"
+        grid_of[case.id] = grid
+    chosen = _chosen(train, grid_of)
+    samples = [_sample(dataset, case, data) for case in track(chosen, "sampling intensities and labels", len(chosen))]
     return Fingerprint(
         name=dataset.name,
         cases=len(cases),
         training_cases=len(train),
         held_out=[(grid_of[case.id].shape, grid_of[case.id].spacing) for case in val],
         sampled_cases=len(samples),
-        shapes=[grid.shape for grid in stored],
-        spacings=[grid.spacing for grid in stored],
+        shapes=[grid.shape for grid in grid_of.values()],
+        spacings=[grid.spacing for grid in grid_of.values()],
         channels=dataset.channels,
         classes=_class_shares(dataset, samples),
         model=build.options_of_data(dataset),
@@ -128,17 +130,11 @@ def _chosen(train: Sequence[Case], grid_of: dict[str, Grid]) -> list[Case]:
     return chosen
 
 
-def _samples(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> list[CaseSample]:
-    """Return a sample of each case. Raises UserError for one that cannot be read."""
-    samples = []
-    values = LabelValues(len(dataset.classes), dataset.ignore, dataset.relabel)
-    for case in track(cases, "sampling intensities and labels", len(cases)):
-        volume = read_volume(case, values, None, ValidationRules.of(data))
-        samples.append(_sample(volume, len(dataset.classes), dataset.ignore))
-    return samples
-
-
-def _sample(volume: Volume, classes: int, ignore: int | None) -> CaseSample:
+def _sample(dataset: DatasetInfo, case: Case, data: Data) -> CaseSample:
+    """Return a sample of a case. Raises UserError for one that cannot be read."""
+    classes = len(dataset.classes)
+    values = LabelValues(classes, dataset.ignore, dataset.relabel)
+    volume = read_volume(case, values, None, ValidationRules.of(data))
     label = volume.label
     assert label is not None, volume.case_id
     counts = np.bincount(label.ravel(), minlength=classes)[:classes]
@@ -157,7 +153,7 @@ def _sample(volume: Volume, classes: int, ignore: int | None) -> CaseSample:
         rows = np.flatnonzero(occupied)
         if rows.size:
             extent[axis] = (rows[-1] - rows[0] + 1) * volume.spacing[axis]
-    foreground = foreground_sample(volume.image, label, ignore)
+    foreground = foreground_sample(volume.image, label, dataset.ignore)
     return CaseSample(counts, voxels, foreground, centres, extent, _flat_shares(label, classes))
 
 

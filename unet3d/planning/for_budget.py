@@ -1,31 +1,37 @@
-"""Decisions that follow from the budget: precision, widths, patch, batch and the schedule of the step."""
+"""Decisions that follow from the budget, each with its reason: precision, widths, patch, batch, and schedule."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
-from typing import NamedTuple
+from math import inf, prod
 
 import torch
 
 from unet3d.base.errors import UserError
-from unet3d.base.types import mib
+from unet3d.base.fit import fit
+from unet3d.base.progress import counting, duration
+from unet3d.base.types import mib, percent
 from unet3d.config import rules
 from unet3d.config.schema import Config
-from unet3d.model import geometry, half_precision
-from unet3d.planning import fits, timing
+from unet3d.model import half_precision
+from unet3d.model.architecture import LEAST_LENGTH, Levels
+from unet3d.planning import timing
 from unet3d.planning.draft import Draft, sizes_text
-from unet3d.planning.fits import Fit
-from unet3d.planning.from_fingerprint import shape_of, spacing_of
-from unet3d.planning.sized_patches import SizedPatch, sized_patches
+from unet3d.planning.patches import LONGEST, MOST_LEVELS, SizedPatch, plain_sizes, sized_patches
+from unet3d.planning.steps import Step, by_schedule, predicted_step, state_bytes
 
-FIRST_WIDTHS = (32, 24, 16, 8)  # channels of the first level, in order of preference
-FIRST_ON_CPU = 16  # without a time
-MOST_WIDTH = 10  # times the first width: 320 for 32
-STATE_SHARE = 0.25  # of the budget, at most for weights, gradients and the optimizer's state
-BATCHES = {"cpu": 4, "cuda": 16}  # patches a step at most: on a CPU more steps are worth more
-LEAST_BATCH = 2  # patches a step: their variety is worth more than a larger patch
-SHARE_OF_DATA = 0.05  # of all voxels, that a batch has at most
-LEAST_STEPS = 900  # in the given time, before patch and batch grow and the network is made wider
-SLOWER_BY_AMP = 1.1  # times float32's time, at most, for half the bytes of activations
+FIRST_WIDTHS = (32, 24, 16, 8)  # Channels of the first level, in order of preference.
+FIRST_ON_CPU = 16  # Without a time.
+MOST_WIDTH = 10  # Times the first width: 320 for 32.
+STATE_SHARE = 0.25  # Of the budget, at most for weights, gradients and the optimizer's state.
+BATCHES = {"cpu": 4, "cuda": 16}  # Patches a step at most: on a CPU more steps are worth more.
+LEAST_BATCH = 2  # Patches a step: their variety is worth more than a larger patch.
+SHARE_OF_DATA = 0.05  # Of all voxels, that a batch has at most.
+LEAST_STEPS = 900  # In the given time, before patch and batch grow and the network is made wider.
+SLOWER_BY_AMP = 1.1  # Times float32's time, at most, for half the bytes of activations.
+LEAN_OF_TILES = 1.15  # Bytes of a step with recompute=lean, at least, for each of recompute=tiles.
+SHARE_BY_TILES = 0.25  # First guess of the bytes a voxel that recompute=tiles leaves of the plain step's.
+LARGE_PART = 0.8  # Of the budget: where less is used, a line says why.
+WEIGHTS = "a quarter of the budget does not hold weights, gradients and the optimizer's state"
 
 
 def choose_precision(draft: Draft) -> None:
@@ -33,29 +39,24 @@ def choose_precision(draft: Draft) -> None:
     if draft.is_given("amp"):
         draft.decide("precision", _amp(draft.config.amp), "as given")
         return
+    gain = ""
     if draft.device == "cuda":
+        gain = ", and the time of tensor cores"
+    elif half_precision.has_kernels(torch.bfloat16):
+        gain = "; this CPU computes in bf16"
+    if gain:
         draft.set("amp", True)
-        reason = "half the bytes of activations, and the time of tensor cores"
-        draft.decide("precision", "amp=true, bf16", reason, "amp=false")
+        draft.decide("precision", "amp=true, bf16", f"half the bytes of activations{gain}", "amp=false")
         return
-    if half_precision.has_kernels(torch.bfloat16):
-        draft.set("amp", True)
-        reason = "half the bytes of activations; this CPU computes in bf16"
-        draft.decide("precision", "amp=true, bf16", reason, "amp=false")
-        return
-    sizes = _sizes(draft)
     widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
-    small = with_patch(draft, widths[-1], _small(sizes))
-    config = fits.plain(small)
+    config = by_schedule(with_patch(draft, widths[-1], _small(_sizes(draft))), "none")
     seconds = timing.measured_step(replace(config, amp=False))
     seconds_by_amp = timing.measured_step(replace(config, amp=True))
     ratio = seconds_by_amp / seconds
     is_worth = ratio <= SLOWER_BY_AMP
     draft.set("amp", is_worth)
-    reason = (
-        f"half the bytes of activations; a small step takes {ratio:.2f} times float32's time on this CPU (measured)"
-    )
-    draft.decide("precision", _amp(is_worth), reason, _amp(not is_worth))
+    time = f"a small step takes {ratio:.2f} times float32's time on this CPU (measured)"
+    draft.decide("precision", _amp(is_worth), f"half the bytes of activations; {time}", _amp(not is_worth))
 
 
 def _amp(is_on: bool) -> str:
@@ -66,15 +67,12 @@ def _amp(is_on: bool) -> str:
 def _sizes(draft: Draft) -> list[SizedPatch]:
     """Return the patches to choose from, the largest first. Raises UserError where no run takes any of them."""
     config = draft.config
-    spacing = spacing_of(draft)
-    levels = None
-    if draft.is_given("model.features"):
-        levels = len(config.model.features)
+    levels = len(config.model.features) if draft.is_given("model.features") else None
     if draft.is_given("data.patch"):
-        first = sized_patches(spacing, config.data.patch, levels)[0]
+        first = sized_patches(draft.spacing, config.data.patch, levels)[0]
         x, y, z = config.data.patch
         return [SizedPatch((x, y, z), first.levels)]
-    sizes = sized_patches(spacing, shape_of(draft), levels)
+    sizes = sized_patches(draft.spacing, draft.shape, levels)
     return [size for size in sizes if _is_taken(draft, size)] or sizes[:1]
 
 
@@ -96,103 +94,61 @@ def _first_widths(draft: Draft) -> list[int]:
     return [width for width in FIRST_WIDTHS if width % divisor == 0] or list(FIRST_WIDTHS)
 
 
-def _small(sizes: list[SizedPatch]) -> SizedPatch:
+def _small(sizes: Sequence[SizedPatch]) -> SizedPatch:
     """Return the largest patch whose step is short on any machine."""
-    for size in sizes:
-        if size.voxels <= timing.SMALL:
-            return size
-    return sizes[-1]
+    return next((size for size in sizes if size.voxels <= timing.SMALL), sizes[-1])
 
 
 def with_patch(draft: Draft, first_width: int, size: SizedPatch) -> Config:
     """Return the config with a patch, and the network that suits it. Raises UserError for what no run takes."""
-    config = draft.config
-    model = config.model
+    model = draft.config.model
     levels = size.levels
     if not draft.is_given("model.features"):
-        model = replace(model, features=_widths(first_width, len(levels.kernels)))
+        most = MOST_WIDTH * first_width
+        features = [min(most, first_width * 2**level) for level in range(len(levels.kernels))]
+        model = replace(model, features=features)
     if not draft.is_given("model.kernels"):
         model = replace(model, kernels=plain_sizes(levels.kernels, 3))
     if not draft.is_given("model.strides"):
         model = replace(model, strides=plain_sizes(levels.strides, 2))
-    data = replace(config.data, patch=list(size.patch))
-    config = replace(config, model=model, data=data)
+    data = replace(draft.config.data, patch=list(size.patch))
+    config = replace(draft.config, model=model, data=data)
     rules.check(config, here=False)
     return config
 
 
-def _widths(first: int, levels: int) -> list[int]:
-    """Return the channels of each level: twice those of the level before, up to a limit."""
-    most = MOST_WIDTH * first
-    return [min(most, first * 2**level) for level in range(levels)]
-
-
-def plain_sizes(triples: list[geometry.Triple], usual: int) -> int | list[list[int]]:
-    """Return the usual size where all are it, else a list of them."""
-    if all(set(triple) == {usual} for triple in triples):
-        return usual
-    return [list(triple) for triple in triples]
-
-
-class Choice(NamedTuple):
-    """The step that was chosen, and what it was chosen from."""
-
-    fit: Fit
-    first_width: int
-    larger: list[SizedPatch]  # patches from the largest that the time allows down to the chosen one
-    sizes: list[SizedPatch]  # all, the largest first
-    seconds_a_voxel: float | None  # of a plain step on a small patch, measured; None where it is not known
-
-
-def choose_step(draft: Draft) -> Choice:
-    """Return widths, patch, batch and schedule together: the largest patch that fits, then the cheapest step of it.
+def choose_step(draft: Draft) -> None:
+    """Choose widths, patch, batch and schedule together: the largest patch that fits, then the cheapest step of it.
 
     Raises UserError where no patch fits.
     """
-    whole_sizes = _sizes(draft)
-    rates = _seconds_a_voxel(draft, whole_sizes)
-    width = _first_width(draft, whole_sizes, rates)
+    sizes = _sizes(draft)
+    rates = _seconds_a_voxel(draft, sizes)
+    width, reason_of_width = _first_width(draft, sizes, rates)
     rate = rates.get(width)
-    sizes = _in_time(draft, whole_sizes, rate)
-    batch = draft.config.batch if draft.is_given("batch") else LEAST_BATCH
-    accumulate = draft.config.accumulate if draft.is_given("accumulate") else 1
-    config_of_batch = replace(draft.config, batch=batch, accumulate=accumulate)
-    whole = replace(draft, config=config_of_batch)
-
-    def make(size: SizedPatch) -> Config:
-        return with_patch(whole, width, size)
-
-    def make_in_parts(size: SizedPatch) -> Config:
-        config = make(size)
-        if draft.is_given("batch", "accumulate"):
-            return config
-        return replace(config, batch=1, accumulate=LEAST_BATCH)
-
-    fit: Fit | None = None
-    size: SizedPatch | None = sizes[0]
-    if draft.is_given("recompute", "ckpt"):
-        size = fits.largest_as_given(sizes, make, draft.budget)
-        fit = None if size is None else fits.fit_of(make(size))
-    else:
-        fit = fits.fit_of(fits.plain(make(sizes[0])))
-        if fit.occupied_bytes > draft.budget:
-            fit = None
-            size = fits.largest_recomputed(sizes, make_in_parts, draft.budget)
-    if size is None:
-        smallest = sizes_text(sizes[-1].patch)
-        raise UserError(f"budget={mib(draft.budget)} MiB: no patch fits, not even {smallest}; give a larger budget")
-    if fit is None and size == sizes[0]:
-        fit = fits.cheapest(make(size), draft.budget)  # no patch is larger: all patches of a step at once
-    if fit is None:
-        fit = fits.cheapest(make_in_parts(size), draft.budget)
-    assert fit is not None, "one step with this patch fits"
-    if size == sizes[0] and fit.config.accumulate == whole.config.accumulate:
-        fit = _grown(draft, fit, rate)
-    larger = sizes[: sizes.index(size) + 1]
-    return Choice(fit, width, larger, whole_sizes, rate)
+    sizes_in_time = _in_time(draft, sizes, rate)
+    step, size = _largest_step(draft, width, sizes_in_time)
+    limit = "larger patches come before more of them"
+    if size == sizes_in_time[0]:
+        step, limit = _grown(draft, step, rate)
+    config = step.config
+    draft.set("model.features", config.model.features)
+    draft.set("model.kernels", config.model.kernels)
+    draft.set("model.strides", config.model.strides)
+    draft.set("data.patch", config.data.patch)
+    for name in ("batch", "accumulate", "recompute", "ckpt"):
+        draft.set(name, getattr(config, name))
+    draft.set("budget", config.budget or draft.config.budget)
+    _decide_network(draft, size.levels, width, reason_of_width)
+    unused = _decide_patch(draft, size, sizes_in_time, sizes)
+    unused_by_batch = _decide_batch(draft, limit)
+    if size == sizes[0] and not draft.is_given("data.patch"):
+        unused = f"{unused}, and {unused_by_batch}"
+    _decide_schedule(draft, step)
+    _promise(draft, step, unused)
 
 
-def _seconds_a_voxel(draft: Draft, sizes: list[SizedPatch]) -> dict[int, float]:
+def _seconds_a_voxel(draft: Draft, sizes: Sequence[SizedPatch]) -> dict[int, float]:
     """Return the seconds of a step for each voxel of its batch, by first width, measured on a small patch.
 
     {} without a time, or where the device is not here.
@@ -205,71 +161,256 @@ def _seconds_a_voxel(draft: Draft, sizes: list[SizedPatch]) -> dict[int, float]:
         widths = widths[:1]
     rates = {}
     for width in widths:
-        config = fits.plain(with_patch(draft, width, small))
+        config = by_schedule(with_patch(draft, width, small), "none")
         seconds = timing.measured_step(replace(config, batch=1, accumulate=1))
         rates[width] = seconds / small.voxels
     return rates
 
 
-def _first_width(draft: Draft, sizes: list[SizedPatch], rates: dict[int, float]) -> int:
-    """Return the channels of the first level: the most for which memory and time allow."""
+def _first_width(draft: Draft, sizes: Sequence[SizedPatch], rates: dict[int, float]) -> tuple[int, str]:
+    """Return the channels of the first level, the most for which memory and time allow, and why."""
     if draft.is_given("model.features"):
-        return FIRST_WIDTHS[0]
-    allowed = _first_widths(draft)
-    widths = [width for width in allowed if width >= FIRST_ON_CPU]
+        return FIRST_WIDTHS[0], "as given"
+    widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
+    reason = ""
     if rates and draft.seconds is not None:
         voxels = LEAST_STEPS * BATCHES[draft.device] * sizes[0].voxels
-        enough = [width for width in widths if draft.seconds >= voxels * rates[width]]
-        widths = enough or widths[-1:]
+        widths = [width for width in widths if draft.seconds >= voxels * rates[width]] or widths[-1:]
+        time = f"{LEAST_STEPS} steps in {duration(draft.seconds)}"
+        reason = f"the widest that allow {time} (measured on a small patch), not below {FIRST_ON_CPU}"
     elif draft.device == "cpu":
         widths = widths[-1:]
+        reason = "on a CPU half of nnU-Net's: a quarter of the work; time= may allow more"
     middle = sizes[len(sizes) // 2]
-    least = allowed[-1]
-    for width in (*widths, least):
-        config = with_patch(draft, width, middle)
-        if fits.state_bytes(config) <= STATE_SHARE * draft.budget:
-            return width
-    return least
+    limit = STATE_SHARE * draft.budget
+    for width in (*widths, _first_widths(draft)[-1]):
+        if state_bytes(with_patch(draft, width, middle)) <= limit:
+            break
+    if width < FIRST_ON_CPU:
+        return width, f"{WEIGHTS} of wider levels"
+    narrower = f"narrower than nnU-Net's: {WEIGHTS} of those"
+    return width, reason or ("as nnU-Net's" if width == FIRST_WIDTHS[0] else narrower)
 
 
 def _in_time(draft: Draft, sizes: list[SizedPatch], rate: float | None) -> list[SizedPatch]:
     """Return the patches of which the given time allows enough steps; the smallest where it allows none."""
     if rate is None or draft.seconds is None:
         return sizes
-    seconds_of_step = draft.seconds / LEAST_STEPS
-    most_voxels = seconds_of_step / (LEAST_BATCH * rate)
-    in_time = [size for size in sizes if size.voxels <= most_voxels]
-    return in_time or sizes[-1:]
+    most_voxels = draft.seconds / LEAST_STEPS / (LEAST_BATCH * rate)
+    return [size for size in sizes if size.voxels <= most_voxels] or sizes[-1:]
 
 
-def _grown(draft: Draft, fit: Fit, rate: float | None) -> Fit:
-    """Return the step with as many patches as fit, are useful and leave time for enough steps.
+def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tuple[Step, SizedPatch]:
+    """Return the step of the largest patch that fits by the given schedule, or the cheapest one, and that patch.
 
-    The first number tried follows from the bytes of a patch; from there it goes up or down by one.
+    `sizes`: the largest first. Raises UserError where none fits.
     """
-    if draft.is_given("batch", "accumulate"):
-        return fit
-    batch = fit.config.batch
-    voxels = prod(fit.config.data.patch)
-    share_of_data = SHARE_OF_DATA * voxels_of_data(draft)
-    limits = [BATCHES[draft.device], int(share_of_data / voxels)]
+    are_parts_given = draft.is_given("batch", "accumulate")
+    batch = draft.config.batch if draft.is_given("batch") else LEAST_BATCH
+    accumulate = draft.config.accumulate if draft.is_given("accumulate") else 1
+    draft_at_once = replace(draft, config=replace(draft.config, batch=batch, accumulate=accumulate))
+
+    def at_once(size: SizedPatch) -> Config:
+        return with_patch(draft_at_once, width, size)
+
+    def in_parts(size: SizedPatch) -> Config:
+        config = at_once(size)
+        return config if are_parts_given else replace(config, batch=1, accumulate=LEAST_BATCH)
+
+    def by_tiles(size: SizedPatch) -> Config:
+        return by_schedule(in_parts(size), "tiles")
+
+    if draft.is_given("recompute", "ckpt"):
+        size = _largest(draft, sizes, at_once, lambda size: draft.budget * size.voxels / sizes[0].voxels)
+        return predicted_step(at_once(size)), size
+    plain = predicted_step(by_schedule(at_once(sizes[0]), "none"))
+    if plain.limited <= draft.budget:
+        return plain, sizes[0]
+    state = state_bytes(plain.config)
+    of_patch = SHARE_BY_TILES * (plain.peak.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
+    size = _largest(draft, sizes, by_tiles, lambda size: state + of_patch * size.voxels / sizes[0].voxels)
+    configs = [at_once(size), in_parts(size)] if size == sizes[0] else [in_parts(size)]
+    return _cheapest(configs, draft.budget), size
+
+
+def _largest(
+    draft: Draft,
+    sizes: Sequence[SizedPatch],
+    make: Callable[[SizedPatch], Config],
+    guess: Callable[[SizedPatch], float],
+) -> SizedPatch:
+    """Return the largest patch whose step fits; `guess` says about how many bytes one needs.
+
+    Raises UserError where none fits.
+    """
+    with counting("patches") as counter:
+
+        def measure(size: SizedPatch) -> int:
+            needed = predicted_step(make(size)).limited
+            counter.advance()
+            return needed
+
+        number = fit(sizes, measure, draft.budget, guess)
+    if number is None:
+        smallest = sizes_text(sizes[-1].patch)
+        raise UserError(f"budget={mib(draft.budget)} MiB: no patch fits, not even {smallest}; give a larger budget")
+    return sizes[number]
+
+
+def _cheapest(configs: Sequence[Config], budget: int) -> Step:
+    """Return the step that fits and costs the least time, recomputing nothing, little, or what it must.
+
+    `configs` differ in their batches, the preferred one first; the last fits with recompute=tiles.
+    """
+    ways = []
+    for config in configs:
+        ways.append(by_schedule(config, "none"))
+        ways += [by_schedule(config, recompute, budget) for recompute in ("lean", "auto")]
+        ways.append(by_schedule(config, "tiles"))
+
+    def measure(way: Config) -> float:
+        if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).peak.limited * LEAN_OF_TILES > budget:
+            return inf
+        return predicted_step(way).limited
+
+    number = fit(ways, measure, budget)
+    assert number is not None, "the last way has been measured"
+    return predicted_step(ways[number])
+
+
+def _grown(draft: Draft, step: Step, rate: float | None) -> tuple[Step, str]:
+    """Return the step with as many patches as fit, are useful and leave time for enough steps, and why not more."""
+    config = step.config
+    voxels = prod(config.data.patch)
+    voxels_of_data = prod(draft.shape) * draft.fingerprint.training_cases
+    limits = {f"{BATCHES[draft.device]} at most": BATCHES[draft.device]}
+    limits[f"one more would be over {SHARE_OF_DATA:.0%} of all voxels"] = int(SHARE_OF_DATA * voxels_of_data / voxels)
     if rate is not None and draft.seconds is not None:
-        seconds_of_step = draft.seconds / LEAST_STEPS
-        limits.append(int(seconds_of_step / (voxels * rate)))
-    of_all_patches = fit.occupied_bytes - fits.state_bytes(fit.config)
-    of_patch = max(1, of_all_patches // batch)
-    room = draft.budget - fit.occupied_bytes
-    most = min(limits)
-    known = {batch: fit}
-    number = max(batch, min(most, batch + int(room / of_patch)))
-    while number not in known and number <= most:
-        known[number] = fits.fit_of(replace(fit.config, batch=number))
-        number += 1 if known[number].occupied_bytes <= draft.budget else -1
-    fitting = [number for number, grown in known.items() if grown.occupied_bytes <= draft.budget]
-    return known[max(fitting)]
+        most = int(draft.seconds / LEAST_STEPS / (voxels * rate))
+        limits[f"one more would leave fewer than {LEAST_STEPS} steps in the time"] = most
+    of_patch = max(1, (step.limited - state_bytes(config)) // config.batch)
+    most = min(*limits.values(), BATCHES[draft.device])
+    if not draft.is_given("batch", "accumulate") and config.accumulate == 1 and step.limited + of_patch <= draft.budget:
+        batches = range(most, config.batch, -1)
+        number = fit(
+            batches,
+            lambda batch: predicted_step(replace(config, batch=batch)).limited,
+            draft.budget,
+            lambda batch: step.limited + (batch - config.batch) * of_patch,
+        )
+        if number is not None:
+            step = predicted_step(replace(config, batch=batches[number]))
+    reached = [reason for reason, most in limits.items() if step.config.batch >= most]
+    return step, (*reached, "one more does not fit")[0]
 
 
-def voxels_of_data(draft: Draft) -> float:
-    """Return the voxels of all training cases at the spacing that the network sees, by their median."""
-    voxels_of_case = prod(shape_of(draft))
-    return voxels_of_case * draft.fingerprint.training_cases
+def _decide_network(draft: Draft, levels: Levels, first_width: int, reason_of_width: str) -> None:
+    """Add the lines of levels, kernels and widths."""
+    features = draft.config.model.features
+    depth = len(features)
+    deepest = [length // unit for length, unit in zip(draft.config.data.patch, levels.units, strict=True)]
+    limit = f"axes of like spacing, while {LEAST_LENGTH} voxels are left"
+    if depth == MOST_LEVELS:
+        limit = f"{MOST_LEVELS} levels at most"
+    reason = f"halved to {sizes_text(deepest)} voxels: {limit}"
+    if depth == 1:
+        reason = "no axis is long enough to be halved"
+    fewer = f"{depth - 1} levels" if depth > 2 else ""
+    other = f"half: {first_width // 2}, ..." if first_width > 8 else f"double: {2 * first_width}, ..."
+    if draft.is_given("model.features"):
+        reason = "as given"
+        fewer = other = ""
+    draft.decide("levels", f"{depth}", reason, fewer)
+    flat = [str(level) for level, kernel in enumerate(levels.kernels) if 1 in kernel]
+    uneven = [str(level) for level, stride in enumerate(levels.strides) if 1 in stride]
+    if flat or uneven:
+        kernels = f"kernels of 1 across the coarse axis at levels {', '.join(flat)}" if flat else "kernels of 3"
+        strides = f"strides of 1 after levels {', '.join(uneven)}" if uneven else "strides of 2"
+        reason = f"spacing {sizes_text([round(mm, 3) for mm in draft.spacing])} mm, and lengths of the patch"
+        draft.decide("kernels", f"{kernels}; {strides}", reason, "model.kernels=3 model.strides=2")
+    else:
+        draft.decide("kernels", "3, strides 2, at all levels", "the axes' spacings are within a factor of two")
+    draft.decide("widths", ", ".join(map(str, features)), reason_of_width, other)
+
+
+def _decide_patch(draft: Draft, size: SizedPatch, in_time: Sequence[SizedPatch], sizes: Sequence[SizedPatch]) -> str:
+    """Add the line of the patch, of those that the time allows and of all; return why it leaves memory unused."""
+    patch = sizes_text(size.patch)
+    extent = [round(mm / step) for mm, step in zip(draft.fingerprint.foreground, draft.spacing, strict=True)]
+    covers = f"the median volume is {sizes_text(draft.shape)}, its foreground {sizes_text(extent)}"
+    instead = ""
+    remedy = ""
+    if draft.is_given("data.patch"):
+        reason = "as given"
+        unused = "the patch is given"
+    elif size == sizes[0] and max(draft.shape) > LONGEST:
+        reason = f"{covers}: {LONGEST:,} voxels an axis at most"
+        unused = f"a patch has {LONGEST:,} voxels an axis at most"
+    elif size == sizes[0]:
+        reason = f"{covers}: a larger patch would be padding"
+        unused = "no larger patch lies within the median volume"
+    elif size == in_time[0]:
+        reason = f"{covers}: the time allows no larger one"
+        unused = "the time allows no larger patch"
+        remedy = "more time"
+        instead = f"{sizes_text(sizes[0].patch)} with {remedy}"
+    else:
+        reason = f"{covers}: the largest of its proportions that fits"
+        unused = "the next larger patch does not fit"
+        remedy = "more memory"
+        instead = f"{sizes_text(in_time[in_time.index(size) - 1].patch)} with {remedy}"
+    draft.decide("patch", patch, reason, instead)
+    if remedy and any(length < whole for length, whole in zip(size.patch, extent, strict=True)):
+        problem = f"{patch} is smaller than the foreground, {sizes_text(extent)} voxels: no patch shows all of it"
+        draft.warnings.append(f"patch: {problem}; give {remedy}")
+    return unused
+
+
+def _decide_batch(draft: Draft, limit: str) -> str:
+    """Add the line of the batch, which has no more patches because of a limit; return why it leaves memory unused."""
+    batch = draft.config.batch
+    accumulate = draft.config.accumulate
+    if draft.is_given("batch", "accumulate"):
+        draft.decide("batch", f"{batch}, accumulate={accumulate}", "as given")
+    elif accumulate > 1:
+        patches = batch * accumulate
+        reason = f"{patches} patches a step for variety, one at a time, so that they may be larger"
+        draft.decide("batch", f"{batch}, accumulate={accumulate}", reason, f"batch={patches}, a smaller patch")
+    else:
+        reason = f"at least {LEAST_BATCH} for variety; {limit}"
+        draft.decide("batch", str(batch), reason, f"batch={max(1, batch // 2)}")
+    if batch >= BATCHES[draft.device]:
+        return f"{batch} of them are enough for a step"
+    return "two at once do not fit" if accumulate > 1 else limit
+
+
+def _decide_schedule(draft: Draft, step: Step) -> None:
+    """Add the line of the schedule."""
+    config = step.config
+    if config.recompute == "none" and not config.ckpt:
+        reason = "the plain step fits, which computes nothing twice"
+        draft.decide("schedule", "recompute=none", reason, "recompute=lean, in less memory")
+        return
+    schedule = f"recompute={config.recompute}" if config.recompute != "none" else f"ckpt={config.ckpt}"
+    work = f"{step.work:.1%} more multiplications than the plain step"
+    if draft.is_given("recompute", "ckpt"):
+        draft.decide("schedule", schedule, f"as given: {work}")
+    else:
+        instead = "ckpt=2, which computes whole stages twice, and a smaller patch"
+        draft.decide("schedule", schedule, f"{work}, which does not fit", instead)
+
+
+def _promise(draft: Draft, step: Step, unused: str) -> None:
+    """Add the line of the peak, and what the plan promises of it; `unused`: why more of the budget is not used."""
+    kind = "reserved by the allocator" if draft.device == "cuda" else "tensors"
+    sizes = f"a step {mib(step.peak.limited)}, a validation window {mib(step.validation_bytes)} MiB"
+    reason = f"{sizes} ({kind}, predicted): {percent(step.limited, draft.budget)} of {mib(draft.budget)} MiB"
+    if step.limited < LARGE_PART * draft.budget:
+        reason += f"; {mib(draft.budget - step.limited)} MiB stay unused: {unused}"
+    draft.decide("peak", f"{mib(step.limited)} MiB", reason)
+    draft.promise["device"] = draft.device
+    draft.promise["peak_bytes"] = step.peak.tensors
+    if step.peak.reserved:
+        draft.promise["allocated_bytes"] = step.peak.allocated
+        draft.promise["reserved_bytes"] = step.peak.reserved
+    draft.promise["validation_bytes"] = step.validation_bytes

@@ -1,56 +1,98 @@
-"""Series of patches, each the next larger that a network takes: cubes, or patches of given proportions."""
+"""Series of patches, the largest first: in the proportions of a data set's volumes, or of what a network takes."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from math import prod
+from typing import NamedTuple
 
-from unet3d.model.architecture import levels_of
+from unet3d.model.architecture import Levels, levels_of
 from unet3d.model.geometry import Triple
-from unet3d.planning.sized_patches import LONGEST
 
-LEAST = 16  # voxels of an axis of the first patch
+MOST_LEVELS = 7  # Deeper maps of large patches would halve again and again what all of it is seen by already.
+NEARLY = 1.05  # An axis is rounded up to a multiple of the strides where that adds at most 5 %,
+MOST_CUT = 0.75  # else down, where at least this share of it is left.
+LEAST_VOXELS = 16**3  # Of a patch that is smaller than its volume.
+LONGEST = 2048  # Voxels of an axis, as data.patch has it.
+LEAST = 16  # Voxels of an axis of a network's smallest patch.
 CUBE: Triple = (1, 1, 1)
 VOXEL = (1.0, 1.0, 1.0)  # mm
-Padding = Callable[[Sequence[int]], Triple]  # returns the least patch of at least a size that a network takes
+Padding = Callable[[Sequence[int]], Triple]  # Returns the least patch of at least a size that a network takes.
 
 
-class PatchSeries(Protocol):
-    """Patches by number, from the smallest on."""
+class SizedPatch(NamedTuple):
+    """A patch (voxels) that the strides of its levels divide."""
 
-    def __getitem__(self, number: int) -> Triple:
-        """Return a patch."""
+    patch: Triple
+    levels: Levels
 
-    def is_last(self, number: int) -> bool:
-        """Return whether no larger patch is allowed."""
+    @property
+    def voxels(self) -> int:
+        return prod(self.patch)
 
 
-class Series:
-    """Patches by number, from the smallest on; each is made from the one before when it is asked for."""
+def sized_patches(spacing: Sequence[float], shape: Sequence[float], levels: int | None = None) -> list[SizedPatch]:
+    """Return patches from about a median volume (voxels) down, each shorter in the axis that is relatively longest.
 
-    def __init__(self, padded: Padding, proportions: Sequence[int] = CUBE, is_cube: bool = True) -> None:
-        """Begin the series. `proportions`: of the axes; `is_cube`: all axes grow together, else one at a time."""
-        self.padded = padded
-        self.proportions = proportions
-        self.is_cube = is_cube
-        self._patches = [padded((LEAST, LEAST, LEAST))]
+    The first is at most the volume where the strides allow it; a volume of fewer than 16^3 voxels has one patch, which
+    holds all of it. `levels`: the depth that all have; None: by their sizes.
+    """
+    shape = [min(length, LONGEST) for length in shape]
+    strides = _levels(spacing, shape, levels)
+    if prod(shape) < LEAST_VOXELS:
+        return [SizedPatch(strides.padded(shape), strides)]
+    lengths = [_useful(length, unit) for length, unit in zip(shape, strides.units, strict=True)]
+    sizes: list[SizedPatch] = []
+    while not sizes or prod(lengths) >= LEAST_VOXELS:
+        strides = _levels(spacing, lengths, levels)
+        patch = strides.padded(lengths)
+        if not sizes or prod(patch) < sizes[-1].voxels:
+            sizes.append(SizedPatch(patch, strides))
+        axis = max(range(3), key=lambda axis: lengths[axis] / shape[axis])
+        step = strides.units[axis]
+        if lengths[axis] <= step:
+            step = max(1, lengths[axis] // 2)
+        lengths[axis] -= step
+        if lengths[axis] < 1:
+            break
+    return sizes
 
-    def __getitem__(self, number: int) -> Triple:
-        while number >= len(self._patches):
-            self._patches.append(self._next(self._patches[-1]))
-        return self._patches[number]
 
-    def is_last(self, number: int) -> bool:
-        """Return whether the next patch would have an axis that is too long."""
-        return max(self[number + 1]) > LONGEST
+def _levels(spacing: Sequence[float], size: Sequence[float], count: int | None) -> Levels:
+    """Return the levels for maps of a size (voxels), `count` of them or as many as suit it."""
+    levels = levels_of(spacing, size, count)
+    if count is None and len(levels.kernels) > MOST_LEVELS:
+        return levels_of(spacing, size, MOST_LEVELS)
+    return levels
 
-    def _next(self, patch: Triple) -> Triple:
-        """Return the next larger patch."""
-        if self.is_cube:
-            longer = max(patch) + 1
-            return self.padded((longer, longer, longer))
-        shares = [length / part for length, part in zip(patch, self.proportions, strict=True)]
-        lengths = list(patch)
-        lengths[shares.index(min(shares))] += 1
-        return self.padded(lengths)
+
+def _useful(length: float, unit: int) -> int:
+    """Return a multiple of `unit` voxels near the length of a volume, below it where little is lost by that."""
+    above = int(-(-length // unit) * unit)
+    below = int(length // unit * unit)
+    if above <= NEARLY * length or below < MOST_CUT * length:
+        return above
+    return below
+
+
+def plain_sizes(triples: Sequence[Triple], usual: int) -> int | list[list[int]]:
+    """Return the usual size where all are it, else a list of them."""
+    if all(set(triple) == {usual} for triple in triples):
+        return usual
+    return [list(triple) for triple in triples]
+
+
+def patches_of_network(padded: Padding, proportions: Triple | None = None) -> list[Triple]:
+    """Return all patches that a network takes: cubes, or those of given proportions, which grow one axis at a time."""
+    patches = [padded((LEAST, LEAST, LEAST))]
+    while True:
+        lengths = [max(patches[-1]) + 1] * 3
+        if proportions is not None:
+            lengths = list(patches[-1])
+            shares = [length / part for length, part in zip(lengths, proportions, strict=True)]
+            lengths[shares.index(min(shares))] += 1
+        patch = padded(lengths)
+        if max(patch) > LONGEST:
+            return patches[::-1]
+        patches.append(patch)
 
 
 def padded_by_rules(size: Sequence[int]) -> Triple:

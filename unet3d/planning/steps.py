@@ -1,88 +1,143 @@
-"""Peaks of training steps by schedule and patch, simulated once each: of a config's network, or of any other."""
+"""What a training step needs: of a plan's config, with its validation, and of a network by schedule and patch."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
-from unet3d import build
+import torch
+
+from unet3d.base.fit import fit
 from unet3d.base.types import MIB
 from unet3d.config.schema import Config, Model
-from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.peak import Peak, peak_of
-from unet3d.memory.technique import predicted
-from unet3d.memory.variants import refuse_step
+from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.peak import Peak
+from unet3d.memory.prediction import smallest_validation
+from unet3d.memory.simulate import fake_model, memoized
+from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.memory.variants import PASSES, refuse_step
 from unet3d.model.geometry import Triple
+from unet3d.training import optim
 
-USUAL_BYTES = 2600  # a voxel of a patch, of nnU-Net's step in float32; only a first guess
-
-
-class Schedule(NamedTuple):
-    """A way to take a step, and what it usually needs."""
-
-    amp: bool
-    recompute: str
-    usual: float  # share of the bytes in float32; only a first guess
-
-
-SCHEDULES = (
-    Schedule(False, "none", 1.0),
-    Schedule(True, "none", 0.52),
-    Schedule(True, "lean", 0.27),
-    Schedule(True, "tiles", 0.22),
-)
-AUTO = Schedule(True, "auto", 0.22)  # the least work that fits a budget
-AS_NNUNET = SCHEDULES[1]
+COUNTER = 4  # Bytes of the number of steps that Adam keeps for each parameter.
+USUAL_BYTES = 2600  # A voxel of a patch, of nnU-Net's step in float32; only a first guess.
+# A schedule is how a step saves memory, by `amp` and `recompute`; with its usual share of the bytes in float32.
+SCHEDULES = {
+    (False, "none"): 1.0,
+    (True, "none"): 0.52,
+    (True, "lean"): 0.27,
+    (True, "tiles"): 0.22,
+    (True, "auto"): 0.22,
+}
+Schedule = tuple[bool, str]
+MeasureStep = Callable[[Config, Triple], Peak]  # Returns the peak of a step of a config with another patch.
 
 
-class Steps(ABC):
-    """The training steps of a network. Each is simulated once."""
+class Step(NamedTuple):
+    """A run's step and validation, predicted."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = replace(config, budget=None)
-        self.device_type = build.device_type(config)
-        self._peaks: dict[tuple[Schedule, Triple, int | None], Peak] = {}
-
-    def peaks(self, schedule: Schedule, patch: Triple, budget: int) -> Peak:
-        """Return what a step needs. The budget (bytes) counts for `recompute=auto`. Raises UserError."""
-        key = (schedule, patch, budget if schedule.recompute == "auto" else None)
-        if key not in self._peaks:
-            self._peaks[key] = peak_of(self.ledger(schedule, patch, budget))
-        return self._peaks[key]
+    config: Config
+    peak: Peak
+    validation_bytes: int
+    work: float  # Multiplications that are done twice, as a share of a step's.
 
     @property
-    def batch(self) -> int:
-        """Return the patches in a step."""
-        return self.config.batch
-
-    @property
-    def simulated(self) -> int:
-        """Return the number of steps simulated so far."""
-        return len(self._peaks)
-
-    @abstractmethod
-    def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
-        """Return the ledger of simulated steps. Raises UserError."""
+    def limited(self) -> int:
+        """Return the bytes that a budget limits: of the step or of validation, whichever needs more."""
+        return max(self.peak.limited, self.validation_bytes)
 
 
-class ConfigSteps(Steps):
-    """The steps of a config whose network may depend on the patch."""
+@memoized
+def predicted_step(config: Config) -> Step:
+    """Return the prediction of a run as its config says, in one simulation or, with recompute, a few."""
+    technique = choose_technique(config, config.model)
+    peak = step_peak(config, config.model, technique)
+    validation = smallest_validation(config, config.model, technique, peak.tensors, _optimizer_bytes(config))
+    return Step(config, peak, validation.bytes, technique.forward_recompute_fraction / PASSES)
 
-    def __init__(self, config: Config, network: Callable[[Triple], Model]) -> None:
-        super().__init__(config)
-        self.network = network
 
-    def ledger(self, schedule: Schedule, patch: Triple, budget: int) -> Ledger:
-        model = self.network(patch)
-        config = replace(
-            self.config,
-            model=model,
-            data=replace(self.config.data, patch=list(patch)),
-            amp=schedule.amp,
-            recompute=schedule.recompute,
-        )
-        if schedule.recompute == "auto":
-            config = replace(config, budget=f"{budget / MIB:.6f}MiB")
+def _parameters(config: Config) -> list[int]:
+    """Return the bytes of each of the network's parameters."""
+    with torch.random.fork_rng([]), fake_mode("cpu"):
+        model = fake_model(config, config.model, torch.float32)
+        return [parameter.nbytes for parameter in model.parameters()]
+
+
+def _optimizer_bytes(config: Config) -> int:
+    """Return the bytes of what the optimizer keeps between steps."""
+    sizes = _parameters(config)
+    names = optim.state_names(config.optim)
+    counters = COUNTER * len(sizes) if "step" in names else 0
+    return len(names - {"step"}) * sum(sizes) + counters
+
+
+def state_bytes(config: Config) -> int:
+    """Return the bytes of weights, gradients and the optimizer's state."""
+    return 2 * sum(_parameters(config)) + _optimizer_bytes(config)
+
+
+def by_schedule(config: Config, recompute: str, budget: int | None = None) -> Config:
+    """Return the config with another schedule; "auto" keeps a budget (bytes)."""
+    text = None if budget is None else f"{budget / MIB:.6f}MiB"
+    return replace(config, recompute=recompute, ckpt=0, budget=text)
+
+
+def measure_config(network: Callable[[Triple], Model]) -> MeasureStep:
+    """Return the measure of steps of the package's networks, which may depend on the patch."""
+
+    def measure(config: Config, patch: Triple) -> Peak:
+        model = network(patch)
+        config = replace(config, model=model, data=replace(config.data, patch=list(patch)))
         refuse_step(config)
-        return predicted(config, model, steps=STEPS_FOR_PEAK).ledger
+        return step_peak(config, model)
+
+    return measure
+
+
+class Search:
+    """The search for the largest patches of a network; each step is simulated once."""
+
+    def __init__(self, config: Config, measure: MeasureStep) -> None:
+        self.config = config
+        self.measure = measure
+        self.peaks: dict[tuple[Schedule, Triple, int | None], Peak] = {}
+
+    def peak(self, schedule: Schedule, patch: Triple, budget: int) -> Peak:
+        """Return what a step needs. The budget (bytes) counts for `recompute=auto`. Raises UserError."""
+        amp, recompute = schedule
+        limit = budget if recompute == "auto" else None
+        key = (schedule, patch, limit)
+        if key not in self.peaks:
+            config = by_schedule(replace(self.config, amp=amp), recompute, limit)
+            self.peaks[key] = self.measure(config, patch)
+        return self.peaks[key]
+
+    def largest(
+        self, schedule: Schedule, patches: Sequence[Triple], budget: int
+    ) -> tuple[Triple | None, Triple | None]:
+        """Return the largest patch that fits a budget (bytes), and the next one; None for one that is not there.
+
+        `patches`: the largest first.
+        """
+
+        def measure(patch: Triple) -> int:
+            return self.peak(schedule, patch, budget).limited
+
+        def guess(patch: Triple) -> float:
+            known = {prod(other): peak.limited for (way, other, _), peak in self.peaks.items() if way == schedule}
+            return _interpolated(known or {1: usual}, prod(patch))
+
+        usual = USUAL_BYTES * SCHEDULES[schedule] * self.config.batch
+        number = fit(patches, measure, budget, guess)
+        if number is None:
+            return None, patches[-1]
+        return patches[number], patches[number - 1] if number else None
+
+
+def _interpolated(bytes_of: Mapping[int, float], voxels: int) -> float:
+    """Return about the bytes of a patch, by the two known patches that are nearest in voxels, or by one and 0."""
+    nearest, *others = sorted(bytes_of, key=lambda known: abs(known - voxels))
+    slope = bytes_of[nearest] / nearest
+    if others and (bytes_of[others[0]] - bytes_of[nearest]) / (others[0] - nearest) > 0:
+        slope = (bytes_of[others[0]] - bytes_of[nearest]) / (others[0] - nearest)
+    return bytes_of[nearest] + slope * (voxels - nearest)

@@ -1,37 +1,38 @@
-"""How long a training step takes on this machine, measured, and what a given time is for."""
+"""How long a step takes on this machine, measured, and what follows: steps, learning rate, validations, mirrorings."""
 
 import re
 import time
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
 from unet3d import build
 from unet3d.base.errors import UserError
-from unet3d.base.progress import counting
+from unet3d.base.progress import counting, duration
 from unet3d.base.types import Batch
 from unet3d.config.schema import Config
 from unet3d.memory.technique import choose_technique
 from unet3d.model import geometry
+from unet3d.planning.draft import Draft, sizes_text
 from unet3d.training import optim
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
 
-WARM_UP = 1  # steps before those that count
-STEPS = 3  # that count
-PATIENCE = 20.0  # seconds that a step may take to be measured at its own size; else a smaller one is
-SMALL = 64 * 64 * 32  # voxels of a patch whose step is always measured
+WARM_UP = 1  # Steps before those that count.
+STEPS = 3  # Steps that count.
+PATIENCE = 20.0  # Seconds that a step may take to be measured at its own size; else a smaller one is.
+SMALL = 64 * 64 * 32  # Voxels of a patch whose step is always measured.
+DEFAULT_STEPS = 2000  # Without a time.
+MOST_STEPS = 250_000  # nnU-Net's number.
+FEW = 300  # Steps of a given time, below which a line warns.
+VALIDATIONS = 2
+MIRROR_SHARE = 0.1  # Of the time, at most, for validations that average over mirrorings.
+FORWARD = 1 / 3  # Of the time of a step: backward takes two of them.
+LONG = 10_000  # Steps from which on the learning rate is lower.
+LONG_RATE = 1e-3
 UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
-
-
-class StepTime(NamedTuple):
-    """Seconds of a training step."""
-
-    seconds: float
-    basis: str  # how they are known
 
 
 def seconds_of(text: str) -> float:
@@ -47,19 +48,15 @@ def is_here(config: Config) -> bool:
     return build.device_type(config) == "cpu" or torch.cuda.is_available()
 
 
-def step_time(config: Config) -> StepTime:
-    """Return what a step of a config takes here: measured, or for a long one extrapolated from a smaller patch."""
-    voxels = prod(config.data.patch)
+def _step_time(config: Config) -> tuple[float, str]:
+    """Return the seconds of a step of a config here, and how they are known: a long one's by a smaller patch."""
     smaller = shrunk(config)
     if smaller is None:
-        return StepTime(measured_step(config), "measured")
-    small = measured_step(smaller)
-    smaller_voxels = prod(smaller.data.patch)
-    seconds = small * voxels / smaller_voxels
+        return measured_step(config), "measured"
+    seconds = measured_step(smaller) * prod(config.data.patch) / prod(smaller.data.patch)
     if seconds <= PATIENCE:
-        return StepTime(measured_step(config), "measured")
-    size = "x".join(map(str, smaller.data.patch))
-    return StepTime(seconds, f"extrapolated from a measured step on patches of {size}")
+        return measured_step(config), "measured"
+    return seconds, f"extrapolated from a measured step on patches of {sizes_text(smaller.data.patch)}"
 
 
 def shrunk(config: Config) -> Config | None:
@@ -101,3 +98,84 @@ def measured_step(config: Config) -> float:
                     seconds.append(time.perf_counter() - started)
                 counter.advance()
     return median(seconds)
+
+
+def choose_steps(draft: Draft) -> None:
+    """Choose steps, learning rate and validations from a step that is measured here, if its device is."""
+    if not is_here(draft.config):
+        _set_steps(draft, DEFAULT_STEPS)
+        reason = "the default: how long a step takes is unknown, since this machine has no such device"
+        instead = "python -m unet3d plan ... time=8h, on the machine itself"
+        draft.decide("steps", f"{draft.config.steps:,}", reason, instead)
+        _choose_rate(draft)
+        return
+    seconds, basis = _step_time(draft.config)
+    each = f"{seconds:.3g} s each ({basis})"
+    draft.promise["step_s"] = round(seconds, 4)
+    validation = _mirrored_validation(draft, _validation_seconds(draft, seconds))
+    steps = DEFAULT_STEPS
+    reason = f"the default without time=; {each}"
+    if draft.seconds is not None:
+        left = draft.seconds - VALIDATIONS * validation
+        steps = max(1, min(MOST_STEPS, int(left / seconds)))
+        reason = f"{each}, and {VALIDATIONS} validations of {duration(validation)} (estimated)"
+    if draft.is_given("steps"):
+        reason = f"as given; {each}"
+    _set_steps(draft, steps)
+    steps = draft.config.steps
+    total = steps * seconds + ceil(steps / (draft.config.eval_every or steps)) * validation
+    draft.promise["seconds"] = round(total, 1)
+    draft.decide("steps", f"{steps:,}", f"{reason}: {duration(total)} in all (predicted)")
+    if draft.seconds is not None and steps < FEW and not draft.is_given("steps"):
+        draft.warnings.append(f"steps: {steps} in {duration(draft.seconds)} are few to learn from; give more time")
+    _choose_rate(draft)
+
+
+def _mirrored_validation(draft: Draft, seconds: float) -> float:
+    """Choose whether validations average over mirrorings, if there is a time; return the seconds that one takes.
+
+    `seconds` is what one takes without.
+    """
+    mirrorings = 2 ** len(draft.config.data.augment.mirror)
+    if draft.seconds is not None and not draft.is_given("inference.mirror"):
+        is_mirrored = VALIDATIONS * seconds * mirrorings <= MIRROR_SHARE * draft.seconds
+        draft.set("inference.mirror", is_mirrored)
+        reason = f"with {mirrorings} passes a window a validation takes {duration(seconds * mirrorings)} (estimated)"
+        choice = f"inference.mirror={is_mirrored}".lower()
+        draft.decide("mirrored windows", choice, reason, f"inference.mirror={not is_mirrored}".lower())
+    return seconds * mirrorings if draft.config.inference.mirror else seconds
+
+
+def _set_steps(draft: Draft, steps: int) -> None:
+    draft.set("steps", steps)
+    draft.set("eval_every", ceil(draft.config.steps / VALIDATIONS))
+
+
+def _choose_rate(draft: Draft) -> None:
+    """Choose the learning rate of AdamW's one cycle by the number of steps."""
+    if draft.is_given("optim.lr", "optim.name", "optim.schedule"):
+        draft.decide("learning rate", f"{draft.config.optim.lr:g}", "as given")
+        return
+    rate = draft.config.optim.lr
+    if draft.config.steps >= LONG:
+        rate = min(rate, LONG_RATE)
+    draft.set("optim.lr", rate)
+    kind = f"{draft.config.optim.name}, {draft.config.optim.schedule}"
+    length = f"fewer than {LONG:,} steps" if draft.config.steps < LONG else f"{LONG:,} steps or more"
+    reason = f"{kind}, of {length} (a rule of thumb, not measured)"
+    draft.decide("learning rate", f"{rate:g}", reason, f"optim.lr={rate / 3:.2g}")
+
+
+def _validation_seconds(draft: Draft, step_seconds: float) -> float:
+    """Return the estimated seconds of a validation without mirrorings: its windows' forward passes."""
+    config = draft.config
+    patch = config.data.patch
+    of_window = FORWARD * step_seconds / (config.batch * config.accumulate)
+    windows = 0
+    spacing = draft.spacing
+    for shape, stored in draft.fingerprint.held_out:
+        lengths = [round(n * mm / wanted) for n, mm, wanted in zip(shape, stored, spacing, strict=True)]
+        stride = [max(1.0, (1 - config.inference.overlap) * size) for size in patch]
+        counts = [1 + ceil(max(0, n - p) / s) for n, p, s in zip(lengths, patch, stride, strict=True)]
+        windows += prod(counts)
+    return windows * of_window

@@ -16,17 +16,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CPU = torch.device("cpu")
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
 COMPILED = {
+    torch.ops.aten._foreach_add.List,
     torch.ops.aten._foreach_add_.List,
     torch.ops.aten._foreach_copy_.default,
     torch.ops.aten._to_copy.default,
+    torch.ops.aten._unsafe_view.default,
     torch.ops.aten.add_.Tensor,
+    torch.ops.aten.addcmul.default,
     torch.ops.aten.alias.default,
+    torch.ops.aten.cat.default,
     torch.ops.aten.clone.default,
+    torch.ops.aten.constant_pad_nd.default,
     torch.ops.aten.copy_.default,
     torch.ops.aten.detach.default,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.expand.default,
+    torch.ops.aten.full_like.default,
     torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_zeros.default,
     torch.ops.aten.select.int,
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.split_with_sizes.default,
@@ -37,6 +44,7 @@ COMPILED = {
 }
 # Operations whose meta kernels are slow, and compiled ones of the same arguments that give the same.
 ALIKE = {
+    torch.ops.aten.mul.Tensor: torch.ops.aten.add.Tensor,
     torch.ops.aten.mul_.Tensor: torch.ops.aten.add_.Tensor,
 }
 # Operations that give the tensor that they write over, by the name of it if it is not the first.
@@ -47,6 +55,7 @@ WRITTEN = {
 }
 NEW_EMPTY = torch.ops.aten.new_empty.default
 EMPTY_LIKE = torch.ops.aten.empty_like.default
+TO_COPY = torch.ops.aten._to_copy.default
 # Has no meta kernel: a fake mode would carry it out on real numbers, in memory as large as the map.
 UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
 # Known statistics make them simple; by a fake mode they are decomposed into a dozen operations.
@@ -111,14 +120,22 @@ def _corrected(func: Any, args: Sequence[Any], result: Any) -> Any:
         if weight is None:
             return result
         output, *statistics = result
-        return output, *(statistic.to(weight.dtype) for statistic in statistics)
+        return output, *(_in_type(statistic, weight.dtype) for statistic in statistics)
     if func is NORMALISE_BACKWARD and not args[-1][0]:
         return None, *result[1:]  # a gradient that nobody asked for
     if func is LAYER_NORM_BACKWARD and result[0] is not None:
         return result[0].contiguous(), *result[1:]  # not with the strides of the input
     if func is GROUP_NORM_BACKWARD and result[0] is not None:
-        return result[0].to(args[1].dtype), *result[1:]  # in the type of the input, not of the weight
+        return _in_type(result[0], args[1].dtype), *result[1:]  # in the type of the input, not of the weight
     return result
+
+
+def _in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor.to(dtype)`, which a fake mode would take apart."""
+    if tensor.dtype == dtype:
+        return tensor
+    converted: Tensor = run(TO_COPY, [tensor], {"dtype": dtype})
+    return converted
 
 
 def _are_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
