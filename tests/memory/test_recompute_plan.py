@@ -34,7 +34,7 @@ from unet3d.memory.technique import (
     step_peak,
 )
 from unet3d.memory.variants import Candidate
-from unet3d.recomputing import search
+from unet3d.recomputing import plans
 from unet3d.recomputing.plans import PLAIN as NOTHING
 from unet3d.recomputing.plans import by_plan, least_memory
 from unet3d.recomputing.prepare import retraced
@@ -56,7 +56,7 @@ def peak_of(*overrides: str) -> int:
 
 
 def test_auto_goes_below_tiles_where_a_schedule_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "WORTH_FOR_TILES", 5.0)  # so that tiles of this small network stops before
+    monkeypatch.setattr(plans, "WORTH_FOR_TILES", 5.0)  # so that tiles of this small network stops before
     asked = config()
     program = prepared(asked, asked.model)
     least = least_memory(program.schedules)

@@ -9,7 +9,7 @@ from typing import NoReturn
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.fit import fit
-from unet3d.base.progress import counting
+from unet3d.base.progress import counting, track
 from unet3d.base.types import budget_bytes, mib
 from unet3d.config.schema import Config, Model, options_with
 from unet3d.memory import breakdown
@@ -38,7 +38,7 @@ def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]
         share = least_share(asked, way)
         if share == 1 or share * plain.limited <= budget:  # The plain step is simulated already.
             likely.append(way)
-    with counting("trying memory options") as counter:
+    with counting("memory options, at most", len(all_ways)) as counter:
 
         def measure(way: Candidate) -> int:
             tried.append(simulated(way))
@@ -162,7 +162,7 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     for way in sorted(ways(free), key=lambda way: CHANGES[way.changes]):
         is_fixed = not fixed.isdisjoint(word.partition("=")[0] for word in way.overrides)
         (others if is_fixed else resumable).append(way)
-    rows = [asked, *_lower(resumable, asked.step.tensors, until)]
+    rows = [asked, *_lower(track(resumable, "memory options", len(resumable)), asked.step.tensors, until)]
     yield from HEAD.splitlines()
     yield from _lines(asked, rows)
     new = list(_lower(others, rows[-1].step.tensors, until, SUGGESTIONS_SHOWN))

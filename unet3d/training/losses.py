@@ -431,7 +431,7 @@ def _value_of(sums: Sums, shares: int, has_background: bool) -> Tensor:
 
 def _producer_keeps_no_output(logits: Tensor) -> bool:
     """Return whether a convolution or a network by a program made the logits: neither reads its output in backward."""
-    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "InTilesBackward")
+    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "RecomputeFunctionBackward")
 
 
 def _reference_counts(tensor: Tensor) -> tuple[int, int]:
