@@ -289,6 +289,15 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert (composed.options.optim.lr, composed.sweep_folder) == (0.5, folder)
 
 
+@promise("Config", "a file of `--config-dir` that YAML cannot read, or with a tag of Python's", "one line with its place")
+@pytest.mark.parametrize("text", ["lr: [1\nb: 2\n", "lr: !!python/object/apply:os.getcwd []\n"])
+def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "mine.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"^.*mine\.yaml\", line 1.*$"):
+        compose.compose([compose.search_path(str(tmp_path)), "optim=mine"])
+
+
 def test_a_sweep_takes_configs_by_pattern() -> None:
     names = [name for name in compose.choices("model") if name.startswith("unet")]
     assert {"unet", "unet_tiny"} < {*names} < {*compose.choices("model")}

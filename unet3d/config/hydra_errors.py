@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -30,12 +31,12 @@ LIST_OF_OPTIONS = "python train.py --help lists them all"
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise UserError, one line, for an error of Hydra or OmegaConf; Hydra refuses some words by a ValueError."""
+    """Raise UserError, one line, for an error of Hydra, OmegaConf or YAML; Hydra refuses some words by a ValueError."""
     try:
         yield
     except UserError:
         raise
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise UserError(describe(error)) from error
 
 
@@ -51,6 +52,8 @@ def describe(error: Exception) -> str:
         if isinstance(cause, OmegaConfBaseException):
             return _describe_type(cause)
     first = causes[-1]
+    if isinstance(first, yaml.YAMLError):  # its text names the file and the line
+        return " ".join(str(first).split())
     several = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", str(first))
     if several:
         return _describe_several(re.sub(r"'([^',\s]*)'", r"\1", several[1]))
