@@ -289,7 +289,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert (composed.options.optim.lr, composed.sweep_folder) == (0.5, folder)
 
 
-@promise("Config", "a file of `--config-dir` that YAML cannot read, or with a tag of Python's", "one line with its place")
+@promise("Config", "a file of `--config-dir` that is no YAML, or has a tag of Python's", "one line with its place")
 @pytest.mark.parametrize("text", ["lr: [1\nb: 2\n", "lr: !!python/object/apply:os.getcwd []\n"])
 def test_a_config_file_that_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "optim").mkdir()
