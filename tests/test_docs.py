@@ -145,7 +145,7 @@ def test_what_contributing_names_is_in_its_room() -> None:
     for row in rows:
         _, _, room, names, _ = row.split("|")
         linked = re.findall(r"\((unet3d/\w+)\)", room + names)
-        code = "\n".join(path.read_text() for folder in linked for path in sorted((ROOT / folder).glob("*.py")))
+        code = "\n".join(path.read_text() for folder in linked for path in sorted((ROOT / folder).rglob("*.py")))
         for name in re.findall(r"`(\w+)`", names):
             assert re.search(rf"^(def|class) {name}\b", code, re.MULTILINE), (name, row)
 
