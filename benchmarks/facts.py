@@ -82,9 +82,10 @@ def forum() -> Iterator[tuple[str, float]]:
         yield f"{name}: output of the first convolution, batch 2", first.bytes
         joined = [s.shape[1] for s in net.ledger.storages if s.operation == "aten.cat.default" and len(s.shape) == 5]
         yield f"{name}: channels joined at full resolution", joined[-1]
-        yield f"{name}: peak of a float16 step, batch 2", net.peak / MIB
-    yield "forum_32: peak of a float16 step, batch 4", _half("forum_32", 4).peak / MIB
-    yield "forum_mid: needs more than forum_large by", (two["forum_mid"].peak - two["forum_large"].peak) / MIB
+        yield f"{name}: peak of a float16 step, batch 2", net.step.tensors / MIB
+    yield "forum_32: peak of a float16 step, batch 4", _half("forum_32", 4).step.tensors / MIB
+    more = two["forum_mid"].step.tensors - two["forum_large"].step.tensors
+    yield "forum_mid: needs more than forum_large by", more / MIB
 
 
 def _half(name: str, batch: int) -> MemoryEstimate:
@@ -128,7 +129,7 @@ def swish() -> Iterator[tuple[str, float]]:
         MemoryEstimate("unet_small", config, replace(config.model, in_channels=1, classes=4), steps=STEPS_FOR_PEAK)
         for config in (compose.compose(["batch=8", f"model.activation={name}"]) for name in ("swish", "swish_lean"))
     )
-    yield "Swish that keeps only its input: saves of the peak", 100 * (1 - lean.peak / plain.peak)
+    yield "Swish that keeps only its input: saves of the peak", 100 * (1 - lean.step.tensors / plain.step.tensors)
 
 
 def adam() -> Iterator[tuple[str, float]]:

@@ -23,10 +23,11 @@ from unet3d.config.schema import FACTS, Config
 # Words that the one line must hold, as often as they stand here.
 WRONG = {
     "amp=maybe": ["amp", "maybe", "bool"],
-    "ckpt=two": ["ckpt=two", "8", "0", "2", "auto"],
-    "ckpt=-1": ["ckpt=-1", "0", "auto"],
-    "ckpt=1": ["ckpt=1", "0", "2", "auto"],
-    "ckpt=999": ["ckpt=999", "8", "auto"],
+    "ckpt=two": ["ckpt=two", "8", "0", "2"],
+    "ckpt=-1": ["ckpt=-1", "0"],
+    "ckpt=1": ["ckpt=1", "0", "2"],
+    "ckpt=999": ["ckpt=999", "8"],
+    "ckpt=auto": ["ckpt=auto", "recompute=auto", "budget="],
     "chkpt=2": ["chkpt", "ckpt"],
     "batch=0": ["batch=0", ">= 1"],
     "seed=-1": ["seed=-1", ">= 0"],

@@ -35,3 +35,17 @@ def test_the_first_of_a_falling_series_is_found_by_few_measurements(seed: int) -
     assert len(seen) == len({*seen}) <= 5
     if found:
         assert {found, found - 1} <= {*seen}, "the answer and the one before are measured"
+
+
+@pytest.mark.parametrize("last", [5, 50])
+def test_what_a_plateau_hides_from_guesses_is_found_by_halving(last: int) -> None:
+    needs = [*[50] * 299, last]
+    seen: list[int] = []
+
+    def measure(number: int) -> int:
+        seen.append(number)
+        return needs[number]
+
+    found = fit(range(300), measure, 10, lambda number: 400 - number)
+    assert found == (299 if last == 5 else None)
+    assert len(seen) <= 20

@@ -91,6 +91,7 @@ def test_no_call_runs_or_unpacks_what_a_file_says() -> None:
     found = [(path.name, path.parent.name, danger) for path in SOURCES for danger in dangers(path.read_text())]
     assert found == [
         ("build.py", "unet3d", "importlib.import_module"),  # what a command line names
+        ("cases.py", "data", "importlib.import_module"),  # the files of the folder of layouts
         ("__init__.py", "rules", "importlib.import_module"),  # the files of its own folder
     ]
 

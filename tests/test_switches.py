@@ -191,7 +191,9 @@ def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch
 def test_a_fused_update_needs_no_copies_of_all_weights_on_a_gpu() -> None:
     """Where the update is the peak: few voxels, many weights."""
     words = ["model=unet_tiny", "model.features=[4,64]", "data.patch=[4,4,4]", "model.in_channels=1", "model.classes=2"]
-    peaks = [estimate([*words, "device=cuda", f"optim.fused={fused}"], False).peak for fused in ("true", "false")]
+    peaks = [
+        estimate([*words, "device=cuda", f"optim.fused={fused}"], False).step.tensors for fused in ("true", "false")
+    ]
     assert peaks[0] < peaks[1]
 
 

@@ -151,6 +151,17 @@ def test_the_cheapest_that_fits_is_found(without_recompute: None) -> None:
         assert best.cost()[:2] == min(other.cost()[:2] for other in every if other.step.limited <= row.step.limited)
 
 
+@pytest.mark.slow
+def test_a_network_that_needs_less_than_known_ones_is_not_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, share in [*search_of_ways.SHARES.items()]:
+        monkeypatch.setitem(search_of_ways.SHARES, name, 8 * share)
+    asked = option("ckpt=0")
+    tiles = simulated(asked._replace(config=replace(asked.config, recompute="tiles")))
+    _, best = find_fit(asked, tiles.step.tensors)
+    assert best.step.tensors <= tiles.step.tensors
+    assert best.model == asked.model and best.config.data == asked.config.data
+
+
 def test_the_front_holds_what_nothing_cheaper_beats() -> None:
     bare = config()
     rows = [

@@ -109,7 +109,7 @@ def test_any_network_is_asked_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_budget_may_be_the_peak_of_a_patch_and_proportions_stand_beside_cubes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    question = [*QUESTION, "recompute=lean", "device=cpu", "--peak-of", "20x20x20", "--proportions", "4x4x1"]
+    question = [*QUESTION, "recompute=lean", "device=cpu", "--peak-of", "32x32x32", "--proportions", "4x4x1"]
     assert face("plan", *question) == 0
     cube, thin = rows(capsys.readouterr().out, kinds=1)
     assert len({*cube.patch.split("x")}) == 1

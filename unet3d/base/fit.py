@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+GUESSES_TRUSTED = 5  # measurements; after these, what is left is halved
 T = TypeVar("T")
 
 
@@ -23,7 +24,8 @@ def fit(
 
     Candidates are in order of preference. Without `guess` they are measured one after the other. With it, each is taken
     to need no more than the one before, so few are measured: `guess` says roughly what a candidate needs, which is
-    corrected by what was measured. The answer and the candidate before it are always measured.
+    corrected by what was measured, and given up for halving where that does not help. The answer and the candidate
+    before it are always measured.
     """
     too_large = -1
     fitting = len(candidates)
@@ -34,6 +36,10 @@ def fit(
             largest = _largest_guess(known, limit)
             between = range(too_large + 1, fitting)
             number = next((number for number in between if guess(candidates[number]) <= largest), fitting - 1)
+            if fitting == len(candidates) and len(known) >= 2:
+                number = fitting - 1  # whether any fits is known before the third measurement
+            elif len(known) > GUESSES_TRUSTED:
+                number = (too_large + fitting) // 2
         needed = measure(candidates[number])
         if guess is not None:
             known.append(Known(guess(candidates[number]), needed))
@@ -54,7 +60,7 @@ def _largest_guess(known: Sequence[Known], limit: float) -> float:
         return limit
     nearest = sorted(known, key=lambda point: abs(point.measured - limit))[:2]
     guessed, measured = nearest[0]
-    slope = measured / guessed
+    slope = measured / guessed if guessed and measured else 1.0
     if len(nearest) == 2:
         run = nearest[1].guessed - guessed
         rise = nearest[1].measured - measured

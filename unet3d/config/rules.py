@@ -248,8 +248,8 @@ def _check_segments(config: Config) -> None:
     if is_number and (ckpt == 0 or (ckpt >= 2 and (has_own_network or ckpt <= most))):
         return
     reason = "" if has_own_network else f"this model has {most} stages; "
-    at_most = "any number" if has_own_network else str(most)
-    advice = f"use 0 (off), 2 to {at_most} of segments; one segment saves nothing"
+    segments = "2 or more" if has_own_network else f"2 to {most}"
+    advice = f"use 0 (off) or {segments} segments; one segment saves nothing"
     raise UserError(f"ckpt={ckpt}: {reason}{advice}")
 
 

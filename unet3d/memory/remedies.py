@@ -1,7 +1,7 @@
 """What would need less memory: for `memory fit`, for a step that does not fit, and for a run that ran out of memory."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
@@ -48,18 +48,28 @@ def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]
         for group in _in_groups(likely):
             if fit(_by_cost(group), measure, budget) is not None:
                 return pareto_front(tried), tried[-1]
-        for amp in {way.config.amp for way in all_ways}:
-            thriftiest = sorted(all_ways, key=lambda way: (way.config.amp != amp, least_share(asked, way)))
-            for way in thriftiest:
-                with suppress(UserError):
-                    measure(way)
-                    break
+        if any([_measures_thriftiest(asked, all_ways, amp, measure, budget) for amp in (False, True)]):
+            # This network needs a smaller share than known ones, so none of its ways is left out.
+            for group in _in_groups(way for way in all_ways if way not in likely):
+                if fit(_by_cost(group), measure, budget) is not None:
+                    return pareto_front(tried), tried[-1]
         smaller = list(halves(min(tried, key=lambda way: way.step.tensors)))
         fit(smaller, measure, budget)
     best = tried[-1]
     if best.step.limited > budget:
         best = min(tried, key=lambda way: way.step.tensors)
     return pareto_front(tried), best
+
+
+def _measures_thriftiest(
+    asked: Candidate, candidates: Iterable[Candidate], amp: bool, measure: Callable[[Candidate], int], budget: int
+) -> bool:
+    """Measure what is likely to need the least with or without mixed precision; return whether it fits."""
+    alike = [way for way in candidates if way.config.amp == amp]
+    for way in sorted(alike, key=lambda way: least_share(asked, way)):
+        with suppress(UserError):
+            return measure(way) <= budget
+    return False
 
 
 def _in_groups(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
@@ -151,6 +161,7 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     at.
     """
     until = time.monotonic() + seconds
+    until_new = until - seconds / 2  # what a resumed run may change leaves as much time for the rest
     asked = simulated(Candidate((), "nothing", config, model_config))
     no_budget = () if config.budget is None else ("budget=null",)
     free = asked._replace(overrides=no_budget, config=replace(config, budget=None))
@@ -159,10 +170,10 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     fixed = options_with("fixed").keys()
     resumable = [free]
     others: list[Candidate] = []
-    for way in sorted(ways(free), key=lambda way: CHANGES[way.changes]):
+    for way in sorted(ways(free), key=lambda way: (CHANGES[way.changes], -least_share(free, way))):
         is_fixed = not fixed.isdisjoint(word.partition("=")[0] for word in way.overrides)
         (others if is_fixed else resumable).append(way)
-    rows = [asked, *_lower(track(resumable, "memory options", len(resumable)), asked.step.tensors, until)]
+    rows = [asked, *_lower(track(resumable, "memory options", len(resumable)), asked.step.tensors, until_new)]
     yield from HEAD.splitlines()
     yield from _lines(asked, rows)
     new = list(_lower(others, rows[-1].step.tensors, until, SUGGESTIONS_SHOWN))

@@ -23,7 +23,7 @@ SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, t
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
 # At least so much of the plain step a step needs with each option, as known networks are: what then cannot fit is not
 # simulated.
-SHARES = {"amp": 0.45, "activation": 0.5, "ckpt": 0.45, "lean": 0.25, "tiles": 0.1, "auto": 0.1}
+SHARES = {"amp": 0.45, "activation": 0.5, "ckpt": 0.9, "lean": 0.25, "tiles": 0.1, "auto": 0.1}
 
 
 class Candidate(NamedTuple):
@@ -119,7 +119,7 @@ def least_share(asked: Candidate, way: Candidate) -> float:
     if way.model != asked.model:
         share *= SHARES["activation"]
     if way.config.ckpt:
-        share *= SHARES["ckpt"]
+        share *= SHARES["ckpt"] / way.config.ckpt
     return share * SHARES.get(way.config.recompute, 1.0)
 
 
