@@ -15,7 +15,7 @@ from unet3d.config.schema import Config, Model, options_with
 from unet3d.memory import breakdown
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.tables import NAMES
-from unet3d.memory.technique import step_peak
+from unet3d.memory.technique import estimated_technique, step_peak
 from unet3d.memory.variants import CHANGES, Candidate, halves, least_share, simulated, ways, with_price
 
 GROUPS_SHOWN = 5  # of tensors shown after out of memory
@@ -87,7 +87,8 @@ def _by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
     priced = []
     for candidate in candidates:
         with suppress(UserError):
-            priced.append(with_price(candidate))
+            technique = estimated_technique(candidate.config, candidate.model)
+            priced.append(with_price(candidate, technique))
     return sorted(priced, key=Candidate.cost)
 
 

@@ -104,6 +104,20 @@ def choose_program(
     return techniques[-1 if number is None else number]
 
 
+def estimated_technique(config: Config, model_config: Model) -> Technique:
+    """Return what `choose_technique` does, but the schedule of `recompute=auto` without a simulation.
+
+    Raises UserError where the network has none.
+    """
+    if config.recompute != "auto":
+        return choose_technique(config, model_config)
+    assert config.budget is not None
+    program = prepared(config, model_config)
+    room = budget_bytes(config.budget) - program.fixed_bytes - _state_bytes(config, program)
+    number = fit(program.schedules, lambda schedule: schedule.peak_bytes, room)
+    return by_program(program.by(program.schedules[-1 if number is None else number]))
+
+
 def _state_bytes(config: Config, program: Program) -> int:
     """Return about the bytes that the optimizer keeps."""
     assert program.sizes is not None

@@ -14,6 +14,7 @@ from unet3d.config.schema import LOSSES, Config, Model
 from unet3d.memory.peak import Peak
 from unet3d.memory.simulate import memoized
 from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.recomputing.plans import Technique
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
 SEGMENTS = (2, 3, 4)  # of ckpt, that are tried
@@ -55,13 +56,12 @@ def simulated(candidate: Candidate) -> Candidate:
 
     Raises UserError where its network does not have the technique.
     """
-    priced = with_price(candidate)
-    return priced._replace(step=step_peak(candidate.config, candidate.model))
-
-
-def with_price(candidate: Candidate) -> Candidate:
-    """Return the candidate with what it recomputes. Raises UserError as `simulated` does."""
     technique = choose_technique(candidate.config, candidate.model)
+    return with_price(candidate, technique)._replace(step=step_peak(candidate.config, candidate.model, technique))
+
+
+def with_price(candidate: Candidate, technique: Technique) -> Candidate:
+    """Return the candidate with what it recomputes by a technique."""
     return candidate._replace(
         step_recompute_fraction=technique.forward_recompute_fraction / PASSES,
         segments=max(1, len(technique.segment_starts)),
