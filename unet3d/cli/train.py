@@ -52,12 +52,8 @@ def _run(words: Sequence[str]) -> int:
     jobs = plan.plan(arguments)
     if jobs[0].number is not None:
         return sweep.run(jobs, lambda: sweep.launch(jobs, arguments.overrides, job_of_sweep))
-    return _run_alone(jobs[0]).code
-
-
-def _run_alone(planned: sweep.Job) -> lifecycle.Outcome:
-    """Run what is no sweep, in this process."""
-    return lifecycle.run(job, planned.config, planned.folder, planned.composed.all_overrides)
+    (alone,) = jobs
+    return lifecycle.run(job, alone.config, alone.folder, alone.composed.all_overrides).code
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
     planned = plan.plan(plan.parse(words))[0]
     if planned.number is not None:
         raise UserError(f"{words}: is a sweep; unet3d.train runs one training, a sweep is for the command line")
-    outcome = _run_alone(planned)
+    outcome = lifecycle.run(job, planned.config, planned.folder, planned.composed.all_overrides)
     if outcome.error is not None:
         raise outcome.error
     return TrainedRun(planned.folder)
