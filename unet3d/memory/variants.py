@@ -22,8 +22,8 @@ PLANS = ("lean", "tiles")  # of recompute, that are tried
 WITH_BUDGET = ("auto",)  # the same, where a schedule may be chosen for a budget
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
 CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
-# At least so much of the plain step a step needs with each option, as known networks are: what then cannot fit is not
-# simulated.
+# The least share of the plain step's bytes that known networks need with each option; that of ckpt is divided by its
+# segments. What cannot fit by these is not simulated at first.
 SHARES = {"amp": 0.45, "activation": 0.5, "ckpt": 0.9, "lean": 0.25, "tiles": 0.1, "auto": 0.1}
 
 
