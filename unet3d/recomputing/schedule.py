@@ -67,10 +67,10 @@ Key = tuple[int, Liveness, int]  # of a stage: its number, what there is before,
 
 
 class StageCache:
-    """StageCache over the same maps, whose stages are compiled once.
+    """Compile schedules over the same maps, each stage once.
 
-    A map that only stays over a stage makes no difference to it. So stages are compiled without such maps, and those
-    that are alike but for them are one.
+    A stage is independent of maps that are merely live across it, so it is compiled without them, and stages that
+    differ in nothing else are one.
     """
 
     def __init__(self, sizes: Sizes) -> None:
