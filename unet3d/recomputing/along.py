@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from unet3d.recomputing.graph import Value, Weight, leaves
+from unet3d.recomputing.graph import Value, Weight, arguments
 from unet3d.recomputing.rules import Span
 
 POINTWISE = (
@@ -88,7 +88,7 @@ def spans(parts: Along | None, group: Sequence[Value], numbers: int) -> list[Spa
 def _matched(value: Value, dimension: int) -> Places | None:
     """Follow a dimension where shapes are matched from the last dimension on."""
     places: Places = {}
-    for leaf in leaves((value.args, tuple(value.kwargs.values()))):
+    for leaf in arguments(value):
         if not isinstance(leaf, Value | Weight):
             continue
         place = dimension - len(value.shape) + len(leaf.shape)

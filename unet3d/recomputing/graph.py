@@ -35,16 +35,14 @@ class Value:
     inputs: tuple["Value", ...] = field(init=False)  # once each, in the order of the arguments
 
     def __post_init__(self) -> None:
-        arguments = leaves((self.args, tuple(self.kwargs.values())))
-        self.inputs = tuple(dict.fromkeys(leaf for leaf in arguments if isinstance(leaf, Value)))
+        self.inputs = tuple(dict.fromkeys(leaf for leaf in arguments(self) if isinstance(leaf, Value)))
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.op} {list(self.shape)}"
 
     def weights(self) -> list["Weight"]:
         """Return the parameters and buffers among the arguments, once each."""
-        arguments = leaves((self.args, tuple(self.kwargs.values())))
-        return list(dict.fromkeys(leaf for leaf in arguments if isinstance(leaf, Weight)))
+        return list(dict.fromkeys(leaf for leaf in arguments(self) if isinstance(leaf, Weight)))
 
     def argument(self, position: int, default: Any = None) -> Any:
         """Return a positional argument, or the default that the operation's schema leaves out."""
@@ -123,6 +121,11 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(leaf)
         else:
             yield leaf
+
+
+def arguments(call: Any) -> Iterator[Any]:
+    """Yield what an operation is given: a Value, a Derived, or a node of an exported program."""
+    return leaves((call.args, tuple(call.kwargs.values())))
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
@@ -207,7 +210,7 @@ def names_read(steps: Iterable[Derived]) -> list[str]:
     names: dict[str, None] = {}
     computed = set()
     for derived in steps:
-        for leaf in leaves((derived.args, tuple(derived.kwargs.values()))):
+        for leaf in arguments(derived):
             if isinstance(leaf, Weight) and leaf.name not in computed:
                 names[leaf.name] = None
         computed.add(derived.name)
@@ -225,7 +228,7 @@ def derive(steps: Sequence[Derived], known: Mapping[str, Tensor], wanted: Set[st
     for derived in steps:
         names = names_read([derived])
         weights: dict[Value | Weight, Tensor | None] = {}
-        for leaf in leaves((derived.args, tuple(derived.kwargs.values()))):
+        for leaf in arguments(derived):
             if not isinstance(leaf, Weight):
                 continue
             weights[leaf] = results[leaf.name] if leaf.name in results else known[leaf.name]

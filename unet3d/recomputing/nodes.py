@@ -7,6 +7,7 @@ and loses that one lies within another; here the marks stay in the graph.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,52 +19,56 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from unet3d.base.errors import UserError
-from unet3d.recomputing.graph import DROPOUTS, Like, Value, gives_view, leaves, operation_name
-from unet3d.recomputing.refusals import TORCH, layer_of, place_of
+from unet3d.recomputing.graph import DROPOUTS, Value, arguments, gives_view, operation_name
+from unet3d.recomputing.refusals import TORCH, refusal
 
 # Operations that return their first argument itself where their rate is 0, or in evaluation.
 SWITCHED = (*DROPOUTS, "alpha_dropout", "feature_alpha_dropout")
 
 
-def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    if tensor.untyped_storage()._cdata != other.untyped_storage()._cdata:
-        return False
-    return (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
-        other.shape,
-        other.stride(),
-        other.storage_offset(),
-    )
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operation and its arguments; of several results, each that is used becomes a value or a derived tensor."""
+
+    op: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def reads_maps(self) -> bool:
+        """Return whether it depends on the image."""
+        return any(isinstance(leaf, Value | Call) for leaf in arguments(self))
+
+    def is_off(self) -> bool:
+        """Return whether it is a dropout that leaves its argument alone."""
+        return self.op in SWITCHED and not (self.args[1] and self.args[2])
+
+    def is_random(self) -> bool:
+        """Return whether it draws random numbers with these arguments."""
+        if torch.Tag.nondeterministic_seeded not in getattr(self.target, "tags", ()):
+            return False
+        if self.op == "scaled_dot_product_attention":
+            return bool(self.args[4] if len(self.args) > 4 else self.kwargs.get("dropout_p", 0.0))
+        if self.op == "rrelu":
+            return len(self.args) > 3 and bool(self.args[3])
+        return not self.is_off()
+
+    def written_argument(self) -> Any:
+        """Return the argument that it changes; None where it gives a new tensor."""
+        schema: Any = self.target
+        for place, argument in enumerate(schema._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                return self.args[place] if place < len(self.args) else self.kwargs.get(argument.name)
+        return None
 
 
-def without_writing(target: Any, node: fx.Node) -> Any:
-    """Return the operation that gives a new tensor where this one writes over its first argument."""
-    packet = getattr(torch.ops.aten, operation_name(target), None)
-    overload = getattr(packet, target._overloadname, None)
+def without_writing(node: fx.Node) -> Any:
+    """Return the operation that gives a new tensor where a node's writes over its first argument."""
+    target: Any = node.target
+    overload = getattr(getattr(torch.ops.aten, operation_name(target), None), target._overloadname, None)
     if overload is None:
-        raise UserError(
-            f"{layer_of(node) or 'the network'}: {target} has no variant that gives a new tensor{place_of(node)}"
-        )
+        raise refusal(node, f"{target} has no variant that gives a new tensor")
     return overload
-
-
-def types_of(result: Any) -> list[Any]:
-    """Return the types of an operation's results."""
-    results = result if isinstance(result, tuple | list) else [result]
-    return [getattr(tensor, "dtype", None) for tensor in results]
-
-
-def layout_like(fake: Tensor) -> Like:
-    """Return a tensor of the size and layout that torch gives to random numbers for this one."""
-    return Like(fake.shape, torch.empty_like(fake).stride(), fake.dtype, fake.device)
-
-
-def written_argument(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument that an operation changes; None where it gives a new tensor."""
-    for place, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return args[place] if place < len(args) else kwargs.get(argument.name)
-    return None
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -87,23 +92,6 @@ def is_same(node: fx.Node, op: str) -> bool:
         layout: Any = node.kwargs.get("memory_format", torch.contiguous_format)
         return bool(source.meta["val"].is_contiguous(memory_format=layout))
     return len(node.args) == 2 and not node.kwargs and node.args[1] == source.meta["val"].dtype
-
-
-def is_off(op: str, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation is a dropout that leaves its argument alone."""
-    return op in SWITCHED and not (args[1] and args[2])
-
-
-def is_random(op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation draws random numbers with these arguments."""
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    if op == "scaled_dot_product_attention":
-        probability = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        return bool(probability)
-    if op == "rrelu":
-        return len(args) > 3 and bool(args[3])
-    return not is_off(op, args)
 
 
 SWITCHES_GRADIENTS: Any = torch._C._set_grad_enabled
@@ -177,7 +165,7 @@ class InPrecision:
         self.target = target
         self.precision = precision
         self.dtypes = []  # of the tensors among the arguments, in order
-        for leaf in leaves((node.args, tuple(node.kwargs.values()))):
+        for leaf in arguments(node):
             if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor):
                 self.dtypes.append(leaf.meta["val"].dtype)
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.graph import operation_name
 from unet3d.recomputing.readable import hooked
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -132,46 +131,9 @@ def place_in_forward(error: BaseException) -> str:
     return place
 
 
-def gives_number(node: fx.Node) -> str:
-    """Return why an operation that takes a number out of a tensor is refused."""
-    problem = f"{operation_name(node.target)} takes a number out of a tensor{place_of(node)}"
-    return f"{layer_of(node) or 'the network'}: {problem}, which recompute would not know; compute with the tensor"
-
-
-def has_unknown_size(node: fx.Node, op: str) -> str:
-    """Return why an operation whose result has another size for each image is refused."""
-    problem = f"the size of what {op} gives depends on the numbers of a tensor{place_of(node)}"
-    return f"{layer_of(node) or 'the network'}: {problem}; use torch.where, or a product with the mask"
-
-
-def changes_memory(node: fx.Node, op: str) -> str:
-    """Return why an operation that writes over a map is refused."""
-    problem = f"{op} writes over a map{place_of(node)}"
-    return f"{layer_of(node) or 'the network'}: {problem}, which recompute would not repeat; let it give a new tensor"
-
-
-def turns_on_autocast(node: fx.Node, dtype: torch.dtype) -> str:
-    """Return why an operation is refused in a mixed precision that forward turns on."""
-    problem = f"forward turns on torch.autocast with {dtype} by itself{place_of(node)}, which recompute does not follow"
-    return f"{layer_of(node) or 'the network'}: {problem}; call the network within it instead"
-
-
-def calls_functions(node: fx.Node) -> str:
-    """Return why an operation that takes functions, such as torch.cond, is refused."""
-    name = str(node.target).rpartition(".")[2]
-    return f"{layer_of(node) or 'the network'}: {name} calls functions, which recompute does not follow{place_of(node)}"
-
-
-def draws(node: fx.Node, op: str) -> str:
-    """Return why an operation that draws random numbers of a map's numbers is refused: a second run draws others."""
-    layer = layer_of(node) or "the network"
-    if op == "scaled_dot_product_attention":
-        problem = f"{layer}: {op} draws dropout within its kernel, and would draw another when it is made again"
-        return (
-            f"{problem}{place_of(node)}; set its dropout_p to 0, or compute the attention by matmul, softmax, dropout"
-        )
-    problem = f"{layer}: {op} draws random numbers that depend on a map, and would draw others when it is made again"
-    return f"{problem}{place_of(node)}; use dropout, or compute them from torch.rand_like, which is drawn once a pass"
+def refusal(node: fx.Node, fault: str, advice: str = "") -> UserError:
+    """Return the error about an operation that recompute cannot carry out: the layer, the place, and what to do."""
+    return UserError(f"{layer_of(node) or 'the network'}: {fault}{place_of(node)}{advice}")
 
 
 def layer_of(node: fx.Node) -> str:
