@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from soundness import is_sound
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -18,7 +19,7 @@ from unet3d.recomputing.instructions import Sizes, Workspace
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import channels
-from unet3d.recomputing.schedule import Schedule, compile_schedule, is_sound
+from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import Scratch
 
 CLOSE = 1e-12  # of float64, relative to the largest number of its kind

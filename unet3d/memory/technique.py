@@ -20,7 +20,7 @@ from unet3d.recomputing import search
 from unet3d.recomputing.plans import PLAIN, Technique, by_plan, without_backward
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Schedule, compile_schedule, is_sound
+from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.training import optim
 
 CURVE_SCHEDULES = 8
@@ -153,8 +153,7 @@ def _as_before(config: Config, program: Program, before: SavedSchedule) -> Progr
         except ValueError:
             return None
         table.append({index for index in range(sizes.count) if bits >> index & 1})
-    schedule = compile_schedule(sizes, table)
-    return program.by(schedule) if is_sound(sizes, schedule) else None
+    return program.by(compile_schedule(sizes, table))
 
 
 def some_schedules(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> list[Technique]:

@@ -58,7 +58,7 @@ EMPTY_LIKE = torch.ops.aten.empty_like.default
 TO_COPY = torch.ops.aten._to_copy.default
 # Has no meta kernel: a fake mode would carry it out on real numbers, in memory as large as the map.
 UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
-# Known statistics make them simple; by a fake mode they are decomposed into a dozen operations.
+# A fake mode decomposes them into a dozen operations.
 NORMALISE = torch.ops.aten.native_batch_norm.default
 NORMALISE_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN} | {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
@@ -97,15 +97,17 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _normalised(func: Any, args: Sequence[Any]) -> Any:
-    """Return a batch normalisation, or its gradients, by running statistics; by the fake mode where these are taken."""
+    """Return a batch normalisation, or its gradients; by the fake mode where it has no weight."""
     if func is NORMALISE:
-        x, _, _, running_mean, _, is_training, *_ = args
-        if is_training or running_mean is None:
-            return _corrected(func, args, func(*args))
-        nothing = [run(NEW_EMPTY, [x, [0]], {}) for _ in range(2)]
-        return run(EMPTY_LIKE, [x], {}), *nothing
-    _, x, weight, *_, is_training, _, wanted = args
-    if is_training or weight is None:
+        x, weight, _, running_mean, _, is_training, *_ = args
+        saves = is_training or running_mean is None
+        if saves and weight is None:
+            return func(*args)
+        length = x.shape[1] if saves else 0
+        saved = [run(NEW_EMPTY, [weight if saves else x, [length]], {}) for _ in range(2)]
+        return run(EMPTY_LIKE, [x], {}), *saved
+    _, x, weight, *_, wanted = args
+    if weight is None:
         return _corrected(func, args, func(*args))
     of_what = (x, weight, weight)
     return tuple(

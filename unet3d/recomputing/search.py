@@ -18,8 +18,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from unet3d.base import signals
-from unet3d.recomputing.instructions import Sizes, mask_of
-from unet3d.recomputing.schedule import Peak, Schedule, StageCache
+from unet3d.base.process import collector_resting
+from unet3d.recomputing.instructions import Sizes, indices_of, mask_of
+from unet3d.recomputing.schedule import Cost, Schedule, StageCache
 
 Table = list[int]  # for each stage, the maps that stay after it, bit i for map i
 Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
@@ -44,10 +45,10 @@ class Changes:
         self.gaps = [_gaps(sizes, index) for index in range(sizes.count)]
         self.neighbours = [(*sizes.sources[index], *sizes.users[index]) for index in range(sizes.count)]
 
-    def of(self, table: Table, peak: Peak) -> list[Flip]:
+    def of(self, table: Table, cost: Cost) -> list[Flip]:
         """Return the stages and maps of one change."""
-        if peak.maps and self.draw.random() < AT_PEAK:
-            return self._at_peak(table, peak)
+        if cost.maps and self.draw.random() < AT_PEAK:
+            return self._evict(table, cost)
         kind = self.draw.random()
         if kind < 0.45:
             return self._between_uses(table)
@@ -69,12 +70,12 @@ class Changes:
         stays = _stays(table, index, gap[-1])
         return _flips(table, index, gap, not stays)
 
-    def _at_peak(self, table: Table, peak: Peak) -> list[Flip]:
+    def _evict(self, table: Table, cost: Cost) -> list[Flip]:
         """Let a map that is there at the peak stay no longer, and perhaps one that it is made from, or a reader."""
-        index = self.draw.choice(peak.maps)
-        stages = range(peak.stage, peak.stage + 1)
+        index = self.draw.choice(indices_of(cost.maps))
+        stages = range(cost.stage, cost.stage + 1)
         if self.draw.random() < 0.8:
-            stages = next((gap for gap in self.gaps[index] if peak.stage in gap), stages)
+            stages = next((gap for gap in self.gaps[index] if cost.stage in gap), stages)
         flips = set(_flips(table, index, stages, False))
         kind = self.draw.random()
         if kind < 0.3:
@@ -84,13 +85,13 @@ class Changes:
             flips |= set(_flips(table, other, stages, True))
         return sorted(flips)
 
-    def all_at_peak(self, table: Table, peak: Peak) -> Iterator[list[Flip]]:
+    def evictions(self, table: Table, cost: Cost) -> Iterator[list[Flip]]:
         """Yield the changes that give up a map that is there at the peak, also for one beside it."""
-        for index in peak.maps:
+        for index in indices_of(cost.maps):
             for gap in self.gaps[index]:
-                if peak.stage not in gap:
+                if cost.stage not in gap:
                     continue
-                for stages in (gap, range(peak.stage, peak.stage + 1)):
+                for stages in (gap, range(cost.stage, cost.stage + 1)):
                     flips = _flips(table, index, stages, False)
                     if flips:
                         yield flips
@@ -194,6 +195,7 @@ class Front:
         return [self.stages.schedule(self.points[point]) for point in ordered]
 
 
+@collector_resting()
 def front(sizes: Sizes) -> list[Schedule]:
     """Return the schedules that none beats, from the least work to the least memory."""
     best = Front(sizes)
@@ -201,9 +203,9 @@ def front(sizes: Sizes) -> list[Schedule]:
     tries = min(TRIES, tries)
     starts: dict[float, Table] = {}  # by their scores
     for table in _starts(sizes):
-        peak = best.stages.peak(table)
-        best.add(peak.bytes, peak.work, table)
-        starts.setdefault(_score(peak, LIMITS[-1], max(sizes.bytes)), table)
+        cost = best.stages.cost(table)
+        best.add(cost.bytes, cost.work, table)
+        starts.setdefault(_score(cost, LIMITS[-1], max(sizes.bytes)), table)
     for score in sorted(starts)[:DESCENTS]:
         _descend(best, starts[score], LIMITS[-1], round(tries * SHARE_OF_DESCENT))
     draw = random.Random(0)
@@ -275,20 +277,20 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
     changes = Changes(sizes, draw)
     largest = max(sizes.bytes)
     table = list(first)
-    peak = best.stages.peak(table)
-    score = _score(peak, limit, largest)
+    cost = best.stages.cost(table)
+    score = _score(cost, limit, largest)
     least = _Scored(score, first)
     for number in range(tries):
-        flips = changes.of(table, peak)
+        flips = changes.of(table, cost)
         flip(table, flips)
-        new_peak = best.stages.peak(table)
-        new_score = _score(new_peak, limit, largest)
+        new_cost = best.stages.cost(table)
+        new_score = _score(new_cost, limit, largest)
         worse = new_score - score
         temperature = HEAT * largest * (1 - number / tries)
         if worse <= 0 or draw.random() < math.exp(-worse / temperature):
             score = new_score
-            peak = new_peak
-            best.add(peak.bytes, peak.work, table)
+            cost = new_cost
+            best.add(cost.bytes, cost.work, table)
             if score < least.score:
                 least = _Scored(score, tuple(table))
         else:
@@ -301,15 +303,15 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
     sizes = best.sizes
     changes = Changes(sizes, random.Random(0))
     largest = max(sizes.bytes)
-    peak = best.stages.peak(table)
-    least = _score(peak, limit, largest)
+    cost = best.stages.cost(table)
+    least = _score(cost, limit, largest)
     while tries > 0:
         best_flips: Sequence[Flip] = ()
-        for flips in changes.all_at_peak(table, peak):
+        for flips in changes.evictions(table, cost):
             flip(table, flips)
-            new_peak = best.stages.peak(table)
-            best.add(new_peak.bytes, new_peak.work, table)
-            score = _score(new_peak, limit, largest)
+            new_cost = best.stages.cost(table)
+            best.add(new_cost.bytes, new_cost.work, table)
+            score = _score(new_cost, limit, largest)
             flip(table, flips)
             tries -= 1
             if score < least:
@@ -318,10 +320,10 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
         if not best_flips:
             return
         flip(table, best_flips)
-        peak = best.stages.peak(table)
+        cost = best.stages.cost(table)
 
 
-def _score(peak: Peak, limit: float, largest: int) -> float:
+def _score(cost: Cost, limit: float, largest: int) -> float:
     """Return bytes, and many more for work beyond the limit."""
-    excess = max(0.0, peak.work - limit - LITTLE_WORK)
-    return peak.bytes + MEAN * peak.mean + largest * (PRICE * peak.work + 10 * excess)
+    excess = max(0.0, cost.work - limit - LITTLE_WORK)
+    return cost.bytes + MEAN * cost.mean + largest * (PRICE * cost.work + 10 * excess)
