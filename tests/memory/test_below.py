@@ -316,7 +316,7 @@ def test_the_table_by_layer_can_be_drilled_down(
     [
         (("--below", "8"), ["--below 8:", "GiB"]),
         (("--json",), ["--json", "--below"]),
-        (("--below", "8GiB", "--curves", "-o", "out"), ["--below", "--curves", "-o"]),
+        (("--below", "8GiB", "--curves", "-o", "out"), ["--below", "--curves"]),
         (("--below", "8GiB", *of_skips(), "--measure"), ["--below", "--measure"]),
         (("--below", "8GiB", "batch=1,2"), ["--below", "commas"]),
         (("fit", "--below", "8GiB", "budget=8GiB"), ["--below", "fit"]),

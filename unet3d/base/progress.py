@@ -146,8 +146,10 @@ def counting(work: str, total: int | None = None) -> closing[Counter]:
     return closing(Counter(work, total))
 
 
-def track(items: Iterable[Item], work: str, total: int) -> Iterator[Item]:
-    """Yield the items, each counted as finished when the next is asked for."""
+def track(items: Iterable[Item], work: str, total: int | None = None) -> Iterator[Item]:
+    """Yield the items, each counted as finished when the next is asked for. `total` None: the length of a sequence."""
+    if total is None and isinstance(items, Sequence):
+        total = len(items)
     with counting(work, total) as counter:
         for item in items:
             yield item

@@ -8,7 +8,7 @@ from pathlib import Path
 from unet3d import __version__
 from unet3d.base import process
 from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
-from unet3d.cli import commands, lifecycle, memory, plan_command, plan_network, predict, train
+from unet3d.cli import commands, lifecycle, memory, plan_command, predict, train
 from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
 
@@ -89,7 +89,7 @@ def command_parser() -> argparse.ArgumentParser:
     about = "print every option as Markdown: docs/options.md"
     command("options", commands.print_options, about)
     plan = command("plan", plan_command.run, "from a data set, budget=11GiB and time=8h to a plan that train.py keeps")
-    plan_network.add_arguments(plan)
+    plan_command.add_arguments(plan)
     _add_out(plan, "the file to write; default: plan.yaml")
     _add_overrides(plan, "data=nnunet data.root=PATH budget=11GiB time=8h")
     _add_memory_arguments(command("memory", memory.run, "explain the memory of a training step"))
@@ -132,7 +132,7 @@ def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--half", action="store_true", help="weights and images in float16, instead of amp")
     parser.add_argument("--curves", action="store_true", help="with -o: peak against batch size, width and patch")
     parser.add_argument("--module", help="instead of model=: any network, package.module:name")
-    parser.add_argument("--args", default="{}", metavar="JSON", help="keywords that make the network (needs --module)")
+    parser.add_argument("--args", metavar="JSON", help="keywords that make the network (needs --module)")
     parser.add_argument("--input", metavar="SHAPE", help="N, C, D, H, W of its input: 1x1x96x96x96 (needs --module)")
     parser.add_argument("--measure", action="store_true", help="measure as well as predict (needs --module)")
     parser.add_argument("--depth", type=int, metavar="N", help="sum layers up by N parts of their names")

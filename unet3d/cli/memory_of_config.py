@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,15 +32,14 @@ WHERE = "Parameters live at the bottom of the U, activations at the top."
 Section = str | tuple[str, Table]  # a line, or a table with its title
 
 
-@dataclass(frozen=True)
-class ConfigExplanation:
-    """A config's estimate and those that it is set beside."""
+def estimated(overrides: Sequence[str], half: bool) -> MemoryEstimate:
+    """Return the memory of `python train.py OVERRIDES`, whose init is read for the weights that it loads.
 
-    subject: MemoryEstimate
-    narrower: Mapping[int, MemoryEstimate]  # by level, with half the width there
-    relatives: Sequence[MemoryEstimate]  # with the subject itself
-    without: Mapping[str, int]  # bytes of the peak without each option that saves memory
-    sentence: str  # where the peak is
+    Raises UserError.
+    """
+    subject = estimate(with_init_names(overrides), half)
+    is_cpu = build.device_type(subject.config) == "cpu"  # an allocator settles later
+    return replace(subject, steps=STEPS_FOR_PEAK) if is_cpu else subject
 
 
 def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, depth: int | None = None) -> None:
@@ -53,7 +53,9 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
         subject.ledger.layer = layer_names(subject.meter.model, depth)
     narrower = narrowed(subject)
     relatives = family(subject, overrides)
-    _simulate([subject, *narrower.values(), *relatives])
+    beside = [subject, *narrower.values(), *relatives]
+    for network in track(beside, "networks"):
+        _ = network.meter  # simulates
     relatives.sort(key=lambda relative: -relative.parameters)
     advice = tables.peak_location(subject.entry)
     halved = narrower.get(advice["level"])
@@ -61,9 +63,12 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
         advice["override"] = " ".join(variants.width_overrides(halved.options))
         advice["halved_peak_bytes"] = halved.step.tensors
     without = subject.without()
-    sentence = tables.sentence(advice, subject.step.tensors)
-    explanation = ConfigExplanation(subject, narrower, relatives, without, sentence)
-    text = plain_text(_sections(explanation), WIDE)
+    sections = [
+        *_of_the_peak(subject, advice),
+        *_of_options(subject, without),
+        *_of_others(subject, narrower, relatives),
+    ]
+    text = plain_text(sections, WIDE)
     print(text, end="")
     if out is None:
         return
@@ -80,12 +85,6 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
     write_json(out / "memory.json", memory)
     memory_plots.write_ledger_files(subject.ledger, out)
     print(escaped(report.write_report(record.read_run(out))))
-
-
-def _simulate(estimates: Sequence[MemoryEstimate]) -> None:
-    """Simulate each now, with a bar, rather than when it is first read."""
-    for subject in track(estimates, "networks", len(estimates)):
-        _ = subject.meter
 
 
 def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
@@ -130,36 +129,13 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
     return relatives
 
 
-def _sections(explanation: ConfigExplanation) -> Iterator[Section]:
-    """Yield all that is printed, from the peak to networks that would need less."""
-    subject = explanation.subject
-    yield from _of_the_peak(subject, explanation.sentence)
-    if explanation.without:
-        table = tables.single_techniques(explanation.without, subject.step.tensors)
-        yield "Peak without each option (predicted)", table
-    if subject.dtype is torch.float32:
-        yield "Peak with each further option alone (predicted)", _further(subject)
-    if subject.technique.program is not None:
-        yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
-    yield "What parameters cost", tables.state(subject.entry, subject.parameters)
-    weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
-    usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
-    yield "Usual estimates and their error", tables.estimates(usual, subject.step.tensors)
-    if explanation.narrower:
-        yield "Half the width at one level (predicted)", _widths(subject, explanation.narrower)
-    if len(explanation.relatives) > 1:
-        title = "Networks of this family, same patch, batch and policy (predicted)"
-        yield title, _family_table(explanation.relatives)
-        yield from _paradoxes(subject, explanation.relatives)
-
-
-def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
+def _of_the_peak(subject: MemoryEstimate, advice: Mapping[str, Any]) -> Iterator[Section]:
     """Yield how high the peak is, when it is, and what it is made of."""
     entry = subject.entry
     yield _summary(subject)
     kind = tables.predicted_kind(entry)
     yield f"predicted peak of a step: {mib(subject.step.tensors)} MiB ({kind}), {tables.moment(entry)}"
-    yield sentence
+    yield tables.sentence(advice, subject.step.tensors)
     yield "What the prediction includes", _kinds_of_peak(subject)
     for line in (tables.guessed(entry), tables.cuda_sizes(entry)):
         if line:
@@ -174,6 +150,34 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
     yield "At the peak, by level of the U", tables.levels(entry)
     yield "At the peak, by layer", tables.layers(entry)
     yield "At the peak, the largest groups of tensors", _groups(subject)
+
+
+def _of_options(subject: MemoryEstimate, without: Mapping[str, int]) -> Iterator[Section]:
+    """Yield what options that save memory, and others, do to the peak; `without` each that is used, in bytes."""
+    peak = subject.step.tensors
+    if without:
+        yield "Peak without each option (predicted)", tables.single_techniques(without, peak)
+    if subject.dtype is torch.float32:
+        yield "Peak with each further option alone (predicted)", _further(subject)
+    if subject.technique.program is not None:
+        yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
+    yield "What parameters cost", tables.state(subject.entry, subject.parameters)
+    weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
+    usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+    yield "Usual estimates and their error", tables.estimates(usual, peak)
+
+
+def _of_others(
+    subject: MemoryEstimate,
+    narrower: Mapping[int, MemoryEstimate],
+    relatives: Sequence[MemoryEstimate],
+) -> Iterator[Section]:
+    """Yield what narrower networks, by level, and others of the family need."""
+    if narrower:
+        yield "Half the width at one level (predicted)", _widths(subject, narrower)
+    if len(relatives) > 1:
+        yield "Networks of this family, same patch, batch and policy (predicted)", _family_table(relatives)
+        yield from _paradoxes(subject, relatives)
 
 
 def _groups(subject: MemoryEstimate) -> Table:
@@ -219,7 +223,7 @@ def sizes_of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
     """Return work (in forward passes) and peak (bytes) of steps by some schedules, from the least work on."""
     techniques = some_schedules(subject.config, subject.options, subject.dtype)
     points = []
-    for technique in track(techniques, "schedules", len(techniques)):
+    for technique in track(techniques, "schedules"):
         assert technique.program is not None
         step = step_peak(subject.config, subject.options, technique)
         points.append((technique.program.schedule.work, step.tensors))
@@ -250,20 +254,17 @@ def _dtype(dtype: object) -> str:
 
 def _kinds_of_peak(subject: MemoryEstimate) -> Table:
     """Return a row for each kind of predicted peak: exact, replay, or not known here."""
-    columns = ["predicted peak of a step", "MiB", "kind"]
-    tensors = mib(subject.step.tensors)
-    if build.device_type(subject.config) != "cuda":
-        return Table(columns, [["tensors", tensors, "exact count"]])
-    step = peak_of(subject.ledger, Settings())
-    rows = [
-        ["tensors", tensors, "exact count"],
-        ["requested: with workspaces of convolutions", mib(step.requested), "estimate"],
-        ["allocated: blocks given out", mib(step.allocated), "replay"],
-        ["reserved by the allocator", mib(step.reserved), "replay"],
-        ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(step.expandable), "replay"],
-        ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
-    ]
-    return Table(columns, rows)
+    rows = [["tensors", mib(subject.step.tensors), "exact count"]]
+    if build.device_type(subject.config) == "cuda":
+        step = peak_of(subject.ledger, Settings())
+        rows += [
+            ["requested: with workspaces of convolutions", mib(step.requested), "estimate"],
+            ["allocated: blocks given out", mib(step.allocated), "replay"],
+            ["reserved by the allocator", mib(step.reserved), "replay"],
+            ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(step.expandable), "replay"],
+            ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
+        ]
+    return Table(["predicted peak of a step", "MiB", "kind"], rows)
 
 
 def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> Table:

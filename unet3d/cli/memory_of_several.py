@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from unet3d.base import process
 from unet3d.base.errors import UserError, escaped
@@ -30,16 +29,7 @@ BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
 WORK = "recompute: forward passes in a step"
 SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
-Estimates = dict[str, MemoryEstimate | UserError]  # of each config, or why it makes no sense
-
-
-class Point(NamedTuple):
-    """A point of a curve: one option of a config, varied."""
-
-    axis: str  # what varies, with its unit
-    x: int
-    overrides: str
-    estimate: MemoryEstimate
+POINTS = len(BATCHES + SCALES + SIZES)  # of a job, at most
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
@@ -47,76 +37,60 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
 
     A job that makes no sense is a row without numbers, and a line that says why. Raises UserError where none does.
     """
-    estimates = _estimates(jobs, half)
-    for name, subject in track(list(estimates.items()), "networks", len(estimates)):
-        if isinstance(subject, MemoryEstimate):
-            try:
-                _ = subject.meter  # simulates
-            except UserError as error:  # some only a simulation finds
-                estimates[name] = error
-    subjects = _sound(estimates)
-    table = _table_of_peaks(estimates, subjects)
-    console = paper(NARROW)
-    console.print(narrow_tables("Predicted peak of a step", table, console.width))
-    _print_skipped(estimates)
-    if out is not None:
-        options = [dict(word.split("=", 1) for word in words) for words in own_words(jobs)]
-        _write_peaks(dict(zip(estimates, options, strict=True)), subjects, out)
-
-
-def _table_of_peaks(estimates: Estimates, subjects: Mapping[str, MemoryEstimate]) -> Table:
-    """Return one row per config; one that makes no sense has no numbers."""
-    first_peak = next(iter(subjects.values())).step.tensors
+    estimates, skipped = _estimates(jobs, half)
+    first_peak = next(iter(estimates.values())).step.tensors
     rows = []
-    for name in estimates:
-        subject = subjects.get(name)
+    cells: list[list] = []
+    options = [dict(word.split("=", 1) for word in words) for words in own_words(jobs)]
+    keys = list(dict.fromkeys(key for values in options for key in values))
+    for name, values in zip(_names(jobs), options, strict=True):
+        subject = estimates.get(name)
         if subject is None:
             rows.append([name, "", "", "", "skipped"])
+            cells.append([name, *map(values.get, keys), None, None])
             continue
-        change = subject.step.tensors / first_peak - 1
-        rows.append(
-            [
-                name,
-                f"{subject.parameters:,}",
-                mib(subject.step.tensors),
-                f"{change:+.1%}",
-                tables.moment(subject.entry),
-            ]
-        )
-    return Table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
+        peak = subject.step.tensors
+        change = f"{peak / first_peak - 1:+.1%}"
+        rows.append([name, f"{subject.parameters:,}", mib(peak), change, tables.moment(subject.entry)])
+        cells.append([name, *map(values.get, keys), subject.parameters, peak])
+    table = Table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
+    console = paper(NARROW)
+    console.print(narrow_tables("Predicted peak of a step", table, console.width))
+    _print_skipped(skipped)
+    if out is not None:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+        write_csv(out / "peaks.csv", ["config", *keys, "parameters", "peak_bytes"], cells)
+        bars = [PlottedRun(name, "predicted", subject.step.tensors, None, None) for name, subject in estimates.items()]
+        comparison_plot(bars, "", out / "figures" / "peaks.png")
+        print(escaped(out))
 
 
-def _write_peaks(options: Mapping[str, dict[str, str]], subjects: Mapping[str, MemoryEstimate], out: Path) -> None:
-    """Write peaks.csv, a column for each option that differs, and a picture, and print the folder."""
-    (out / "figures").mkdir(parents=True, exist_ok=True)
-    keys = list(dict.fromkeys(key for values in options.values() for key in values))
-    rows: list[list] = []
-    for name, values in options.items():
-        subject = subjects.get(name)
-        numbers = [None, None] if subject is None else [subject.parameters, subject.step.tensors]
-        rows.append([name, *map(values.get, keys), *numbers])
-    write_csv(out / "peaks.csv", ["config", *keys, "parameters", "peak_bytes"], rows)
-    bars = [PlottedRun(name, "predicted", subject.step.tensors, None, None) for name, subject in subjects.items()]
-    comparison_plot(bars, "", out / "figures" / "peaks.png")
-    print(escaped(out))
+def _estimates(jobs: Sequence[Sequence[str]], half: bool) -> tuple[dict[str, MemoryEstimate], dict[str, UserError]]:
+    """Return the simulated estimate of each job by its name, and why others make no sense.
 
-
-def _estimates(jobs: Sequence[Sequence[str]], half: bool) -> Estimates:
-    """Return the estimate of each job by the overrides that are not common to all.
-
-    Raises UserError where two jobs have the same.
+    Raises UserError, with all reasons, where none makes sense, and where two jobs have the same name.
     """
+    estimates = {}
+    skipped = {}
+    for name, job in track(list(zip(_names(jobs), jobs, strict=True)), "networks"):
+        try:
+            subject = replace(estimate(with_init_names(job), half), steps=STEPS_FOR_PEAK)
+            _ = subject.meter  # simulates, which alone finds some mistakes
+            estimates[name] = subject
+        except UserError as error:
+            skipped[name] = error
+    if not estimates:
+        raise UserError("; ".join(dict.fromkeys(map(str, skipped.values()))))
+    return estimates, skipped
+
+
+def _names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return the overrides of each job that are not common to all. Raises UserError where two have the same."""
     names = [" ".join(words) or "config" for words in own_words(jobs)]
     for name, count in Counter(names).items():
         if count > 1:
             raise UserError(f"{name} is asked for more than once; name each value once")
-    estimates: Estimates = {}
-    for name, job in zip(names, jobs, strict=True):
-        try:
-            estimates[name] = replace(estimate(with_init_names(job), half), steps=STEPS_FOR_PEAK)
-        except UserError as error:
-            estimates[name] = error
-    return estimates
+    return names
 
 
 def own_words(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -133,77 +107,60 @@ def own_words(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
     return own_words
 
 
-def _sound(estimates: Estimates) -> dict[str, MemoryEstimate]:
-    """Return the jobs that make sense. Raises UserError, with all reasons, where none does."""
-    sound = {name: subject for name, subject in estimates.items() if isinstance(subject, MemoryEstimate)}
-    if not sound:
-        reasons = dict.fromkeys(str(error) for error in estimates.values())
-        raise UserError("; ".join(reasons))
-    return sound
-
-
-def _print_skipped(estimates: Estimates) -> None:
+def _print_skipped(skipped: Mapping[str, UserError]) -> None:
     """Print why each config that makes no sense was skipped."""
-    for name, subject in estimates.items():
-        if isinstance(subject, UserError):
-            print(escaped(f"skipped: {name}: {subject}"))
+    for name, error in skipped.items():
+        print(escaped(f"skipped: {name}: {error}"))
 
 
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
-    estimates = _estimates(jobs, half)
-    series = _sound(estimates)
-    points = ((name, point) for name, subject in series.items() for point in _points(subject))
-    at_most = len(jobs) * len(BATCHES + SCALES + SIZES)
+    estimates, skipped = _estimates(jobs, half)
     rows = []
     panels: dict[str, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
-    for name, subject in series.items():
-        for work, peak in _of_schedules(subject):
-            words = f"recompute=auto budget={math.ceil(10 * peak / MIB) / 10}MiB"
-            rows.append((WORK, work, name, words, subject.parameters, peak))
-            panels[WORK][name].append((work, peak))
-    for name, point in track(points, "points, at most", at_most):
-        subject = point.estimate
-        if not variants.is_allowed(subject.config, subject.options):
-            continue
-        rows.append((point.axis, point.x, name, point.overrides, subject.parameters, subject.step.tensors))
-        panels[point.axis][name].append((point.x, subject.step.tensors))
+    points = ((name, point) for name, subject in estimates.items() for point in _points(subject))
+    for name, (axis, x, overrides, parameters, peak) in track(points, "points", len(jobs) * POINTS):
+        rows.append((axis, x, name, overrides, parameters, peak))
+        panels[axis][name].append((x, peak))
     table = out / "curves.csv"
     picture = out / "figures" / "curves.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     write_csv(table, ["varied", "x", "series", "config", "parameters", "peak_bytes"], rows)
     memory_plots.peak_curves(list(panels.items()), picture)
-    _print_skipped(estimates)
+    _print_skipped(skipped)
     print(escaped(table))
     print(escaped(picture))
 
 
-def _of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
-    """Return work and peak of schedules of `recompute`, after the plain step; [] without that option."""
-    if subject.technique.program is None:
-        return []
-    plain = replace(subject.config, recompute="none")
-    return [(1.0, step_peak(plain, subject.options).tensors), *sizes_of_schedules(subject)]
+def _points(subject: MemoryEstimate) -> Iterator[tuple[str, float, str, int, int]]:
+    """Yield what varies, its value, the overrides, parameters and peak: of schedules, then of the other options."""
+    if subject.technique.program is not None:
+        plain = step_peak(replace(subject.config, recompute="none"), subject.options)
+        for work, peak in [(1.0, plain.tensors), *sizes_of_schedules(subject)]:
+            words = f"recompute=auto budget={math.ceil(10 * peak / MIB) / 10}MiB"
+            yield WORK, work, words, subject.parameters, peak
+    for axis, x, words, varied in _varied(subject):
+        if variants.is_allowed(varied.config, varied.options):
+            yield axis, x, words, varied.parameters, varied.step.tensors
 
 
-def _points(subject: MemoryEstimate) -> Iterator[Point]:
+def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEstimate]]:
     """Vary the batch size, the widths and the patch; not the patch where `auto` depends on it."""
     config = subject.config
     model_config = subject.options
     for batch in BATCHES:
-        varied = replace(subject, config=replace(config, batch=batch))
-        yield Point("batch size", batch, f"batch={batch}", varied)
+        yield "batch size", batch, f"batch={batch}", replace(subject, config=replace(config, batch=batch))
     levels = range(len(model_config.features))
     for scale in SCALES if levels else ():
         scaled = variants.resized(model_config, partial(scaled_width, scale, levels))
-        overrides = " ".join(variants.width_overrides(scaled))
-        yield Point("first width (channels)", scaled.features[0], overrides, replace(subject, options=scaled))
+        words = " ".join(variants.width_overrides(scaled))
+        yield "first width (channels)", scaled.features[0], words, replace(subject, options=scaled)
     depends_on_patch = "auto" in (config.model.kernels, config.model.strides)
     for scale in (1,) if depends_on_patch else SIZES:
         patch = [max(1, round(length * scale)) for length in config.data.patch]
         varied = replace(subject, config=replace(config, data=replace(config.data, patch=patch)))
-        overrides = f"data.patch={patch}".replace(" ", "")
-        yield Point("patch (voxels)", math.prod(patch), overrides, varied)
+        words = f"data.patch={patch}".replace(" ", "")
+        yield "patch (voxels)", math.prod(patch), words, varied
 
 
 def print_fit(overrides: Sequence[str]) -> None:
@@ -216,7 +173,13 @@ def print_fit(overrides: Sequence[str]) -> None:
     asked = variants.Candidate((), "nothing", subject.config, subject.options)
     options, best = remedies.find_fit(asked, limit)
     every = math.ceil(len(options) / ROWS_SHOWN)
-    rows = [_row_of_fit(option, limit) for option in options[::every]]
+    rows = []
+    for option in options[::every]:
+        fits = "yes" if option.step.limited <= limit else ""
+        segments = str(option.segments) if option.segments > 1 else ""
+        changes = "" if option.changes == "nothing" else option.changes
+        flops = f"{option.step_recompute_fraction:+.0%}"
+        rows.append([mib(option.step.tensors), fits, flops, segments, changes, " ".join(option.overrides)])
     table = Table(["peak (MiB, predicted)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Options, cheapest change first", table))
     for reason in variants.untried(asked):
@@ -226,15 +189,3 @@ def print_fit(overrides: Sequence[str]) -> None:
         raise UserError(f"budget={given}: nothing tried fits; {smallest}")
     command = process.training_command(variants.replaced(overrides, best.overrides))
     print(f"fits: {escaped(command)}")
-
-
-def _row_of_fit(option: variants.Candidate, limit: int) -> list[str]:
-    """Return what an option needs, costs and changes."""
-    return [
-        mib(option.step.tensors),
-        "yes" if option.step.limited <= limit else "",
-        f"{option.step_recompute_fraction:+.0%}",
-        str(option.segments) if option.segments > 1 else "",
-        "" if option.changes == "nothing" else option.changes,
-        " ".join(option.overrides),
-    ]
