@@ -45,29 +45,42 @@ FORMULA = re.compile(r"'*([=@＝＠＋－]|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$)
 def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
     """Open a file that replaces `path` in one move at the end; on an error `path` stays as it was. Raises OSError."""
     remove_abandoned(path.parent.absolute())
-    file = None
+    temporary = None
     try:
-        file = _held_file(path.parent)
-        with file:  # and held until it is in its place
+        temporary, descriptor = _made(path.parent, os.O_RDWR | os.O_CREAT | os.O_EXCL)  # no file or link that is there
+        with open(descriptor, "w+b") as file:  # and held until it is in its place
             yield file
             file.flush()
             os.fsync(file.fileno())  # content and names outlast a loss of power
             if previous is not None and path.exists():  # at each moment one of the two is whole
                 os.replace(path, previous)
-            os.replace(Path(file.name), path)
+            os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
     except BaseException as error:
-        if file is not None:
+        if temporary is not None:
             with suppress(OSError):
-                os.unlink(file.name)
+                temporary.unlink()
         if isinstance(error, OSError):
             error.filename = str(path)  # a write names no file, a move the temporary one
             error.filename2 = None
         raise
+
+
+@contextmanager
+def making_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder that becomes `folder` in one move at the end, or is removed. Raises OSError."""
+    remove_abandoned(folder.parent.absolute())
+    temporary, descriptor = _made(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield temporary
+        os.rename(temporary, folder)
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def temporary_name() -> str:
@@ -75,15 +88,22 @@ def temporary_name() -> str:
     return f".unet3d-{secrets.token_hex(8)}.tmp"
 
 
-def _held_file(folder: Path) -> IO[bytes]:
-    """Return a new file under a temporary name, held by this process."""
+def _made(place: Path, flags: int) -> tuple[Path, int]:
+    """Return a new file or folder under a temporary name, and the descriptor by which this process holds it."""
     while True:
-        temporary = folder / temporary_name()  # nobody can have put a link there
-        file = temporary.open("x+b")  # O_EXCL: neither a file that is there nor a link is written to
-        hold(file.fileno())
-        if os.fstat(file.fileno()).st_nlink:  # else another process has removed it before it was held
-            return file
-        file.close()
+        temporary = place / temporary_name()
+        if flags & os.O_DIRECTORY:
+            temporary.mkdir(parents=True)
+        try:
+            descriptor = os.open(temporary, flags, 0o666)
+        except FileNotFoundError:
+            if not flags & os.O_DIRECTORY:
+                raise
+            continue  # another process has removed the folder before it was held
+        hold(descriptor)
+        if os.fstat(descriptor).st_nlink:  # else it was removed before it was held
+            return temporary, descriptor
+        os.close(descriptor)
 
 
 def hold(descriptor: int) -> None:
@@ -124,34 +144,6 @@ def remove_unheld(path: Path) -> None:
         elif stat.S_ISREG(os.fstat(descriptor).st_mode):
             path.unlink()
     finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def making_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder that becomes `folder` in one move at the end, or is removed. Raises OSError."""
-    remove_abandoned(folder.parent.absolute())
-    temporary, descriptor = _held_folder(folder.parent)
-    try:
-        yield temporary
-        os.rename(temporary, folder)
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _held_folder(parent: Path) -> tuple[Path, int]:
-    """Return a new folder under a temporary name, and the descriptor by which this process holds it."""
-    while True:
-        temporary = parent / temporary_name()
-        temporary.mkdir(parents=True)
-        try:
-            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # another process has removed it before it was held
-            continue
-        hold(descriptor)
-        if os.fstat(descriptor).st_nlink:
-            return temporary, descriptor
         os.close(descriptor)
 
 

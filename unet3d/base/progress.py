@@ -11,16 +11,8 @@ from contextlib import closing
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from rich import progress as bars
 from rich.console import Console as Terminal
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from unet3d.base import signals
 from unet3d.base.errors import escaped
@@ -29,7 +21,7 @@ FIRST_LINE = 5.0  # seconds until the first plain line
 BETWEEN_LINES = 15.0  # seconds between plain lines
 Item = TypeVar("Item")
 _open: list["Counter"] = []  # innermost last
-_display: list[Progress] = []  # the process's one live display: a validation's bar stands below the training's
+_display: list[bars.Progress] = []  # the process's one live display: a validation's bar stands below the training's
 
 
 class Counter:
@@ -52,14 +44,17 @@ class Counter:
         self._clock = clock
         self._started = clock()
         self._next_line = self._started + FIRST_LINE
+        self._task: bars.TaskID | None = None
         # a bar needs a cursor that moves: not in a file or pipe, even with FORCE_COLOR, nor on a dumb terminal
         can_move = self._terminal.is_terminal and not self._terminal.is_dumb_terminal
-        self.has_bar = can_move and _is_terminal(self._terminal.file)
-        self._task: TaskID | None = None
-        if self.has_bar:
-            display = _shared_display(self._terminal)
-            self._task = display.add_task("", total=total, work=self.work, note="")
+        if can_move and _is_terminal(self._terminal.file):
+            self._task = _shared_display(self._terminal).add_task("", total=total, work=self.work, note="")
         _open.append(self)
+
+    @property
+    def has_bar(self) -> bool:
+        """Return whether it is shown as a bar."""
+        return self._task is not None
 
     def advance(self, note: str = "") -> None:
         """Count one more part; `note` stands behind the bar."""
@@ -84,18 +79,10 @@ class Counter:
         signals.raise_again()
         self._shown = finished
         if self._task is not None:
-            _display[0].update(self._task, completed=finished)
-            if note is not None:
-                _display[0].update(self._task, note=note)
+            _display[0].update(self._task, completed=finished, **({} if note is None else {"note": note}))
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
-            self._terminal.print(
-                self._line(finished, part),
-                highlight=False,
-                markup=False,
-                emoji=False,
-                soft_wrap=True,
-            )
+            self._terminal.out(self._line(finished, part), highlight=False)
 
     def close(self) -> None:
         """Remove the bar, and with the last bar the display."""
@@ -121,16 +108,16 @@ class Counter:
         return f"{self.work}: {self.done} of {self.total}{of_next}, about {duration(left)} left"
 
 
-def _shared_display(terminal: Terminal) -> Progress:
+def _shared_display(terminal: Terminal) -> bars.Progress:
     """Return the process's display, started at the first call."""
     if not _display:
-        display = Progress(
-            TextColumn("{task.fields[work]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
+        display = bars.Progress(
+            bars.TextColumn("{task.fields[work]}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TimeRemainingColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("{task.fields[note]}", markup=False),
             console=terminal,
             # what is printed meanwhile goes through the display, except to a file or a pipe
             redirect_stdout=_is_terminal(sys.stdout),

@@ -215,30 +215,22 @@ def on_rank0(act: Callable[[], T]) -> T:
     """Call `act` on rank 0 only, and return its result on all ranks; an error is raised by all."""
     if not _joined:
         return act()
-    value: Any = None
-    problem: Exception | None = None
+    import torch.distributed as dist
+
+    ended: list[Any] = [None, None]  # its result, and the error that it raised
     if RANK == 0:
         try:
-            value = act()
+            ended[0] = act()
         except (OSError, ForeseenError) as error:
             if not isinstance(error, Exception):  # a signal
                 raise
-            problem = error
-    value, problem = _from_rank0((value, problem))
+            ended[1] = error
+    with _answered():
+        dist.broadcast_object_list(ended, 0)
+    result, problem = ended
     if problem is not None:
         raise problem
-    result: T = value
-    return result
-
-
-def _from_rank0(thing: T) -> T:
-    """Return rank 0's value."""
-    import torch.distributed as dist
-
-    things = [thing]
-    with _answered():
-        dist.broadcast_object_list(things, 0)
-    return things[0]
+    return result  # type: ignore[no-any-return]
 
 
 def _store() -> Any:
@@ -279,11 +271,9 @@ def _lost() -> RankLost | None:
     until = time.monotonic() + GRACE
     while True:
         ended = _ended()
-        if ended is not None:
+        silent = _silent()
+        if ended is not None or not silent:
             return ended
-        silent = [rank for rank in _others() if not _has_said("end", rank) and not _has_said("here", rank)]
-        if not silent:
-            return None
         if time.monotonic() > until:
             return RankLost(f"rank {silent[0]}: does not answer; if it was only slow, set a longer rank_timeout")
         time.sleep(0.05)
@@ -291,29 +281,19 @@ def _lost() -> RankLost | None:
 
 def _ended() -> RankLost | None:
     """Return how another rank ended: it has said so, or its process is gone. None unless one did."""
-    silent = []
-    for rank in _others():
-        if not _has_said("end", rank):
-            silent.append(rank)
-            continue
-        line, code, is_echo = json.loads(_store().get(f"end {rank}"))
-        if not is_echo:
-            return RankLost(f"rank {rank}: {line}", code)
-    for rank in silent:
-        if not _has_said("here", rank) and _is_gone(rank):
-            return RankLost(f"rank {rank}: its process was killed")
-    return None
+    for rank in range(SIZE):
+        if rank != RANK and _store().check([f"end {rank}"]):
+            line, code, is_echo = json.loads(_store().get(f"end {rank}"))
+            if not is_echo:
+                return RankLost(f"rank {rank}: {line}", code)
+    gone = [rank for rank in _silent() if _is_gone(rank)]
+    return RankLost(f"rank {gone[0]}: its process was killed") if gone else None
 
 
-def _others() -> list[int]:
-    """Return all ranks but this one."""
-    return [rank for rank in range(SIZE) if rank != RANK]
-
-
-def _has_said(word: str, rank: int) -> bool:
-    """Return whether a rank has left `end` (its last line) or `here` (it still answers) in the store."""
-    is_there: bool = _store().check([f"{word} {rank}"])
-    return is_there
+def _silent() -> list[int]:
+    """Return the other ranks that have left neither `end` (their last line) nor `here` (they answer) in the store."""
+    others = [rank for rank in range(SIZE) if rank != RANK]
+    return [rank for rank in others if not any(_store().check([f"{word} {rank}"]) for word in ("end", "here"))]
 
 
 def _is_gone(rank: int) -> bool:

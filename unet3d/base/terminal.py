@@ -19,10 +19,8 @@ GAP = 3  # characters between columns; one more at the edge
 
 def paper(width: int) -> Console:
     """Return a console for results; where stdout is a file, with `width` characters per line."""
-    terminal = Console(highlight=False, markup=False, emoji=False)
-    if terminal.is_terminal:
-        return terminal
-    return Console(highlight=False, markup=False, emoji=False, width=width)
+    is_terminal = Console().is_terminal
+    return Console(highlight=False, markup=False, emoji=False, width=None if is_terminal else width)
 
 
 def narrow_tables(title: str, table: Table, width: int) -> Group:
