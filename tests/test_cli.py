@@ -79,7 +79,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.report.report.write_report": ("report", "."),
     "unet3d.report.compare.compare_runs": ("compare", "."),
     "unet3d.data.cases.dataset_to_check": ("check-data",),
-    "unet3d.cli.options.as_markdown": ("options",),
+    "unet3d.cli.commands.tables_of_options": ("options",),
     "unet3d.cli.plan.parse": ("train",),
 }
 
@@ -93,7 +93,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
 )
 @pytest.mark.parametrize(
     ("interrupted", "act"),
-    [*((name, ctrl_c) for name in INTERRUPTED), ("unet3d.cli.options.as_markdown", ctrl_c_in_an_import)],
+    [*((name, ctrl_c) for name in INTERRUPTED), ("unet3d.cli.commands.tables_of_options", ctrl_c_in_an_import)],
 )
 def test_ctrl_c_ends_each_command_in_one_line(
     interrupted: str,
@@ -133,7 +133,7 @@ def test_a_ctrl_c_that_is_swallowed_ends_a_command_all_the_same(
         then()
         return "the command went on"
 
-    monkeypatch.setattr("unet3d.cli.options.as_markdown", lost)
+    monkeypatch.setattr("unet3d.cli.commands.tables_of_options", lost)
     monkeypatch.setattr(sys, "argv", ["unet3d", "options"])
     try:
         with pytest.raises(SystemExit) as ended:

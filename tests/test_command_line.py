@@ -19,7 +19,7 @@ from training import ROOT, TINY, face, planned, yaml_of
 from unet3d.base import errors, process
 from unet3d.base.errors import UserError
 from unet3d.base.process import SafeStream
-from unet3d.cli import lifecycle, options, plan
+from unet3d.cli import commands, lifecycle, plan
 from unet3d.config import compose, schema
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
@@ -56,7 +56,7 @@ def rows(markdown: str) -> list[str]:
 
 
 def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
-    text = options.as_text()
+    text = commands.help_text()
     shown = " ".join(text.split())
     for name, _, metadata in schema.options(composed()):
         assert f" {name}=" in shown and " ".join(metadata["about"].split()) in shown, name

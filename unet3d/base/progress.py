@@ -79,7 +79,9 @@ class Counter:
         signals.raise_again()
         self._shown = finished
         if self._task is not None:
-            _display[0].update(self._task, completed=finished, **({} if note is None else {"note": note}))
+            _display[0].update(self._task, completed=finished)
+            if note is not None:
+                _display[0].update(self._task, note=note)
         elif self._plain_lines and self._clock() >= self._next_line and finished != self.total:
             self._next_line = self._clock() + BETWEEN_LINES
             self._terminal.out(self._line(finished, part), highlight=False)

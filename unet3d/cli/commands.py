@@ -2,26 +2,37 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import Any
 
-from unet3d.base.errors import UserError, escaped, listed
-from unet3d.cli import lifecycle, options
+from unet3d.base.errors import UserError, escaped, listed, warn
 from unet3d.config import compose, rules
+from unet3d.config.hydra_errors import plain
 from unet3d.config.plan_file import read_plan
-from unet3d.config.schema import Config, options_with
+from unet3d.config.schema import FACTS, Config, options_with
+
+USAGE = """python train.py                                           train on phantoms, made once under data/
+python train.py data=nnunet data.root=PATH amp=true       train on a data set of your own
+python train.py resume=outputs/DATE/TIME-ID steps=300     go on with a run, here for longer
+
+python train.py OPTION=VALUE ...    (installed: unet3d train OPTION=VALUE ...)
+
+Several jobs: -m ckpt=0,2. What would run: --cfg job. A folder of your own YAML files: --config-dir FOLDER.
+model=NAME, data=NAME, loss=NAME, optim=NAME and experiment=NAME choose files of configs/.
+"""
+TITLE = (
+    "# Options\n\nWritten by `python -m unet3d options` from `unet3d/config/schema.py` and the default YAML files.\n"
+)
 
 
 def config_with_warnings(overrides: Sequence[str]) -> Config:
     """Return the config, after a warning for each option that does nothing. Raises UserError."""
     config = compose.compose(overrides)
-    _print_warnings(rules.warnings(config))
+    for line in rules.warnings(config):
+        warn(line)
     return config
-
-
-def _print_warnings(lines: Sequence[str]) -> None:
-    for line in lines:
-        lifecycle.print_error(f"warning: {escaped(line)}")
 
 
 def counted(number: int, noun: str) -> str:
@@ -30,9 +41,44 @@ def counted(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{ending}"
 
 
+def tables_of_options(node: Any, prefix: str = "") -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield each group of options, with a row an option: name, type, allowed values, default in `node`, meaning."""
+    rows = []
+    groups = {}
+    for item in fields(node):
+        name = f"{prefix}{item.name}"
+        value = getattr(node, item.name)
+        if is_dataclass(value):
+            groups[name] = value
+            continue
+        facts = FACTS[name]
+        kind = facts.get("kind") or facts["type"].replace(" | None", " or null")
+        length = f"{facts['size']} items" if facts["size"] else ""
+        allowed = ", ".join(filter(None, [*facts["among"], rules.bounds(facts), length]))
+        rows.append([name, kind, allowed, plain(value), facts["about"]])
+    yield f"{prefix.rstrip('.') or 'run'}: {type(node).__doc__}", rows
+    for name, group in groups.items():
+        yield from tables_of_options(group, f"{name}.")
+
+
+def help_text() -> str:
+    """Return what `python train.py --help` prints."""
+    lines = [USAGE]
+    for title, rows in tables_of_options(compose.compose([])):
+        lines += ["", title]
+        for name, kind, allowed, default, meaning in rows:
+            values = f"{kind}; {allowed}" if allowed else kind
+            lines += [f"  {name}={default}  ({values})", f"      {meaning}"]
+    return "\n".join(lines)
+
+
 def print_options(_: argparse.Namespace) -> None:
-    """Print every option as Markdown."""
-    print(options.as_markdown())
+    """Print every option as Markdown, the content of docs/options.md: a table a group."""
+    print(TITLE)
+    for title, rows in tables_of_options(compose.compose([])):
+        print(f"\n## {title}\n\n| option | type | allowed | default | meaning |\n|---|---|---|---|---|")
+        for row in rows:
+            print(f"| {' | '.join(row)} |")
 
 
 def publish(arguments: argparse.Namespace) -> None:
@@ -46,10 +92,8 @@ def publish(arguments: argparse.Namespace) -> None:
 
 def score(arguments: argparse.Namespace) -> None:
     """Score a checkpoint on held-out cases."""
-    composed = compose.compose_tree(arguments.overrides)
-    config = compose.load(composed.options)
-    _print_warnings(rules.warnings(config))
-    given = composed.names_set("score")
+    config = config_with_warnings(arguments.overrides)
+    given = compose.compose_tree(arguments.overrides).names_set("score")
     if config.plan is not None:
         given |= read_plan(config.plan).options.keys()
     from unet3d.report import summary
@@ -89,11 +133,9 @@ def _plan_command(overrides: Sequence[str], options: Sequence[str]) -> list[str]
     `options` of the labels take the place of those that are given.
     """
     words = ["python", "-m", "unet3d", "plan"]
-    names = set()
     changed = {option.partition("=")[0] for option in options}
-    for text, word in zip(overrides, compose.parsed(overrides), strict=True):
-        name = word.key_or_group
-        names.add(name)
+    names = [word.key_or_group for word in compose.parsed(overrides)]
+    for text, name in zip(overrides, names, strict=True):
         is_of_data = name == "data" or (name.startswith("data.") and name not in options_with("imports"))
         if is_of_data and name != "data.patch" and name not in changed:
             words.append(text)
@@ -121,11 +163,6 @@ def folds(arguments: argparse.Namespace) -> None:
     """Set all out-of-fold cases of cross-validations in one table; publish the networks of one."""
     from unet3d.run import cross_validation
 
-    for line in cross_validation.report(
-        arguments.runs,
-        arguments.out,
-        arguments.components,
-        arguments.publish,
-        arguments.model,
-    ):
+    asked = (arguments.runs, arguments.out, arguments.components, arguments.publish, arguments.model)
+    for line in cross_validation.report(*asked):
         print(escaped(line))

@@ -22,8 +22,8 @@ from unet3d.base import errors, process, ranks, signals
 from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
 from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.base.signals import INTERRUPTED
-from unet3d.cli import options
 from unet3d.config import compose
+from unet3d.config.hydra_errors import plain
 from unet3d.config.schema import Config, options_with
 from unet3d.run import run_folder
 
@@ -193,7 +193,7 @@ def _imports(folder: Path) -> list[str]:
     if not isinstance(values, dict):
         return []
     named = compose.flat(values, ".")
-    return [f"{name}={options.plain(named[name])}" for name in options_with("imports") if named.get(name)]
+    return [f"{name}={plain(named[name])}" for name in options_with("imports") if named.get(name)]
 
 
 @contextmanager

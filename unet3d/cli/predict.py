@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, escaped, is_out_of_memory, not_saved, reason
+from unet3d.base.errors import UserError, escaped, is_out_of_memory, not_saved, reason, warn
 from unet3d.base.files import NIFTI_ENDINGS, OTHER_ENDINGS
 from unet3d.cli import lifecycle
 from unet3d.cli.commands import counted
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from unet3d.run.predict import Segmenter
     from unet3d.run.predicted_files import Origins
 
-LONGEST_NUMBER = 20  # letters
-SHARE = re.compile(r"-?(\d{1,9}(\.\d{0,20})?|\.\d{1,20})", re.ASCII)
+SHARD = re.compile(r"(\d{1,20})/(\d{1,20})", re.ASCII)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_images(paths_of.values(), predicted_files.files_in(arguments.inputs)[0], is_file)
     record = arguments.out / RECORD if not is_file else arguments.out.with_name(f".{arguments.out.name}.jsonl")
     origins = Origins(record, segmenter.origin, arguments.checkpoint)
-    missing_of = _missing(origins, cases, paths_of, arguments.overwrite)
+    missing_of = paths_of if arguments.overwrite else _missing(origins, cases, paths_of)
     for line in predicted_files.doubtful_places_in(cases):
-        lifecycle.print_error(f"warning: {escaped(line)}")
+        warn(line)
     failed = len(problems)
     written = 0
     skipped = 0
@@ -60,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
             label_map = paths_of[case.id][0]
             if label_map not in missing:
                 skipped += 1
-                _print_skipped(label_map, missing)
+                before = "this network wrote it from this image (--overwrite writes it again)"
+                print(f"{escaped(label_map)}: skipped, {before}")
+                for path in missing[:1]:
+                    print(f"{escaped(path)}: not written, since its label map was skipped (--overwrite)")
             elif _segment(segmenter, case, missing, origins):
                 written += 1
             else:
@@ -88,11 +90,8 @@ def _missing(
     origins: "Origins",
     cases: Sequence["Case"],
     paths_of: Mapping[str, Sequence[Path]],
-    overwrite: bool,
 ) -> dict[str, list[Path]]:
     """Return by case the files to write. Raises UserError where others than this network's are there."""
-    if overwrite:
-        return {case.id: [*paths_of[case.id]] for case in cases}
     missing = {}
     others = []
     for case in cases:
@@ -116,8 +115,8 @@ def _open_segmenter(arguments: argparse.Namespace) -> "Segmenter":
             arguments.device,
             mirror=arguments.mirror,
             model_path=arguments.model,
-            batch=_number_or_word(arguments.batch),
-            overlap=_share_or_word(arguments.overlap),
+            batch=_number(int, arguments.batch),
+            overlap=_number(float, arguments.overlap),
         )
     except UserError as error:  # about an argument of that function, which is a flag here
         text = re.sub(r"^(batch|overlap)=", r"--\1 ", str(error))
@@ -152,21 +151,12 @@ def _refuse_images(outputs: Iterable[Sequence[Path]], images: Sequence[Path], is
             raise UserError(f"{path}: {what}; give another folder for the label maps")
 
 
-def _print_skipped(label_map: Path, missing: Sequence[Path]) -> None:
-    """Say that a label map is there already, and which file beside it is not written for that."""
-    print(f"{escaped(label_map)}: skipped, this network wrote it from this image (--overwrite writes it again)")
-    if missing:
-        print(f"{escaped(missing[0])}: not written, since its label map was skipped (--overwrite)")
-
-
 def _print_counts(written: int, skipped: int, failed: int, segmenter: "Segmenter") -> None:
     """Print how many label maps were written, what their values mean, and how many were not."""
-    parts = [f"{counted(written, 'label map')} written"]
-    if skipped:
-        parts.append(f"{skipped} skipped")
-    if failed:
-        parts.append(f"{failed} not segmented")
-    line = ", ".join(parts)
+    line = f"{counted(written, 'label map')} written"
+    for count, what in ((skipped, "skipped"), (failed, "not segmented")):
+        if count:
+            line += f", {count} {what}"
     if written:
         line += f"; values: {escaped(segmenter.written)}"
     if written and segmenter.kept:
@@ -174,31 +164,20 @@ def _print_counts(written: int, skipped: int, failed: int, segmenter: "Segmenter
     print(line)
 
 
-def _is_number(text: str) -> bool:
-    """Return whether a text is a whole number that is not longer than any that makes sense."""
-    return len(text) <= LONGEST_NUMBER and text.isascii() and text.isdecimal()
-
-
 def _shard(text: str) -> tuple[int, int]:
     """Return `i/n` as two numbers. Raises UserError."""
-    index, _, count = text.partition("/")
-    if not _is_number(index) or not _is_number(count) or int(index) >= int(count):
+    parts = SHARD.fullmatch(text)
+    if parts is None or int(parts[1]) >= int(parts[2]):
         raise UserError(f"--shard {text}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3")
-    return int(index), int(count)
+    return int(parts[1]), int(parts[2])
 
 
-def _number_or_word(text: str | None) -> int | str | None:
-    """Return `4` as a number; other words as they are, for the check of the option."""
-    if text is None or not _is_number(text):
+def _number(kind: type[int] | type[float], text: str | None) -> Any:
+    """Return a flag's value as a number; other words as they are, for the check of the option."""
+    try:
+        return kind(text or "")
+    except ValueError:
         return text
-    return int(text)
-
-
-def _share_or_word(text: str | None) -> float | str | None:
-    """Return `0.25` as a number; other words as they are, for the check of the option."""
-    if text is None or SHARE.fullmatch(text) is None:
-        return text
-    return float(text)
 
 
 def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path], origins: "Origins") -> bool:
@@ -215,7 +194,7 @@ def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path], origin
         if volume.nonfinite_voxels:
             warnings.insert(0, f"{case.id}: {replacement(volume.nonfinite_voxels)}")
         for line in warnings:
-            lifecycle.print_error(f"warning: {escaped(line)}")
+            warn(line)
         for path in paths:
             print(escaped(path))
         return True

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from unet3d.base import process, ranks
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.signals import Stop
-from unet3d.cli import lifecycle, options, plan, sweep
+from unet3d.cli import commands, lifecycle, plan, sweep
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.report import wandb_logger
@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     """Plan what the words ask for, then run it. Return the exit code. Raises UserError before anything begins."""
     if "-h" in words or "--help" in words:
-        print(options.as_text())
+        print(commands.help_text())
         return 0
     arguments = plan.parse(words)
     if arguments.only_shows:

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -176,6 +177,15 @@ def quoted(text: str) -> str:
     """Return the text as a value of Hydra's command line, which without quotes accepts few characters."""
     escaped = re.sub(r"(\\*)'", r"\1\1\'", text)  # a backslash is doubled only before a quote, and at the end
     return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+
+
+def plain(value: Any) -> str:
+    """Return a value of an option as a command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(plain, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _describe_choice(missing: str, choices: list[str]) -> str:
