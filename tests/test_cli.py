@@ -80,7 +80,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.report.compare.compare_runs": ("compare", "."),
     "unet3d.data.cases.dataset_to_check": ("check-data",),
     "unet3d.cli.commands.tables_of_options": ("options",),
-    "unet3d.cli.plan.parse": ("train",),
+    "unet3d.cli.train.parse": ("train",),
 }
 
 

@@ -14,7 +14,8 @@ from promises import promise
 from training import TINY, Ended, at_step, call, numbers, records, same, send, status, train, weights
 
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, plan
+from unet3d.cli import lifecycle
+from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.compose import refuse_changes
 from unet3d.data import prepare
@@ -208,7 +209,7 @@ def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     done = resume(copy, "steps=4")
     assert done.code == 0 and "hd95_mm/" in (copy / "scores.csv").read_text(), done.err
     assert [line["step"] for line in records(copy) if "val/dice_mean" in line] == [2, 4]
-    assert plan.resumed_config(copy, compose.compose_tree([])).steps == 4
+    assert resumed_config(copy, compose.compose_tree([])).steps == 4
 
 
 @promise("Resume", "another number of data workers, checkpointing on or off", "the same batches, weights and records")
@@ -384,7 +385,7 @@ def test_a_job_that_may_have_begun_begins_or_goes_on(place: Path, whole: Path) -
     folder = place / "auto" / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 9}\n')
-    run_folder.write_status(folder, f"{lifecycle.LOST_WORKER[1]}a: no room in shared memory", 1)
+    run_folder.write_status(folder, "failed: no batch of a: no room in shared memory", 1)
     assert train(place / "auto", *job, hook=functools.partial(at_step, 5)).code == -KILL
     assert len(trained(folder)) == 5
     done = train(place / "auto", *job)

@@ -40,7 +40,7 @@ WITHOUT_TORCH = (
     *("base", "config"),
     *("model.geometry", "model.architecture", "data.cases", "memory", "training"),
     *("cli.main", "cli.commands", "cli.predict", "cli.memory"),
-    *("cli.train", "cli.plan", "cli.lifecycle", "cli.sweep"),
+    *("cli.train", "cli.lifecycle", "cli.sweep"),
 )
 
 

@@ -18,7 +18,8 @@ from training import train as fork
 
 from unet3d import build
 from unet3d.base.errors import UserError
-from unet3d.cli import lifecycle, plan
+from unet3d.cli import lifecycle
+from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.memory.prediction import preflight
@@ -197,9 +198,9 @@ def test_a_planted_path_is_not_imported(
         file.write_text(file.read_text().replace("own_parts:Network", "planted:Network"))
     for words in ([], list(OWN[1:])):
         with pytest.raises(UserError, match=r"\bmodel\.path=planted:Network\b"):
-            plan.resumed_config(planted, compose.compose_tree(words))
+            resumed_config(planted, compose.compose_tree(words))
     with pytest.raises(UserError, match=r"\bmodel\.path: planted:Network -> own_parts:Network\b"):
-        plan.resumed_config(planted, compose.compose_tree(OWN))
+        resumed_config(planted, compose.compose_tree(OWN))
     assert face("report", planted) == 0, capsys.readouterr().err
 
 

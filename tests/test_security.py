@@ -459,7 +459,7 @@ TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.
     "refused; nothing outside is read or written",
 )
 @without("unet3d.run.record.refuse_links_out", nothing, only="scores.csv")
-@without("unet3d.cli.plan.refuse_links_out", nothing, only="env.json")
+@without("unet3d.cli.train.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
     stranger: Path, name: str, capsys: pytest.CaptureFixture

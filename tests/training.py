@@ -25,7 +25,8 @@ from guards import Guard, are_out
 from PIL import Image
 
 from unet3d.base import progress
-from unet3d.cli import main, plan
+from unet3d.cli import main
+from unet3d.cli.train import parse, plan
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import prediction
@@ -98,7 +99,7 @@ def face(*arguments: object) -> int:
 
 def planned(words: Sequence[str]) -> Any:
     """Return what `python train.py WORDS` would begin: a job alone, or the jobs of a sweep."""
-    jobs = plan.plan(plan.parse(words))
+    jobs = plan(parse(words))
     return jobs[0] if jobs[0].number is None else jobs
 
 

@@ -36,7 +36,7 @@ from damage_run import damage_run
 from unet3d import build
 from unet3d.base.errors import CheckpointError, UserError
 from unet3d.base.files import read_yaml
-from unet3d.cli import plan
+from unet3d.cli.train import parse, plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
 from unet3d.data.cases import WARNING, read_dataset
@@ -169,7 +169,7 @@ class SoundRun:
         return "refused" if any(ends) else "read"
 
     def _resume(self, folder: Path) -> None:
-        plan.plan(plan.parse([f"resume={folder}"]))
+        plan(parse([f"resume={folder}"]))
         CheckpointManager(folder, self.state).restore()
 
 

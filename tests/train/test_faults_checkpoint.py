@@ -314,7 +314,7 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
 
 @promise("Checkpoints", "a missing file, a ...")
 @pytest.mark.slow
-@without("unet3d.cli.plan.refuse_unwritable", nothing)
+@without("unet3d.cli.train.refuse_unwritable", nothing)
 def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for where in ("file/run", "file"):

@@ -19,7 +19,7 @@ from typing import IO
 from omegaconf import OmegaConf
 
 from unet3d.base import errors, process, ranks, signals
-from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped
+from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, RankLost, UserError, escaped, warn
 from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.base.signals import INTERRUPTED
 from unet3d.config import compose
@@ -31,9 +31,7 @@ LOCK = ".lock"
 OVERRIDES = "overrides.yaml"  # the command line's options
 RUNNING = "running\n"  # STATUS as a run begins
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
-LOST_WORKER = tuple(
-    f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open")
-)
+UNFORESEEN = re.compile(r"failed: [\w.]+\(")  # STATUS of a run that an error ended which nobody foresaw
 TrainingJob = Callable[[Config, Path, signals.Stop], None]  # ends early, by Preempted, once it is asked to stop
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
@@ -103,18 +101,12 @@ def _ignore_signal(*_: object) -> None:
     """Ignore a signal that comes while a job says how it ended."""
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
-
-
 def run_as_follower_rank(job: TrainingJob) -> int:
     """Run this rank's part of a run, and return the exit code. The first rank alone reads options and writes."""
     folder = Path()
-    with signals.handled(_ignore_signal, is_last=True):
+    with open(os.devnull, "w") as nowhere, signals.handled(_ignore_signal, is_last=True):
         try:
-            with _silent(), signals.stopping() as stop:
+            with redirect_stdout(nowhere), redirect_stderr(nowhere), signals.stopping() as stop:
                 message = ranks.wait_for_job(stop)
                 if message is not None:
                     values, name = message
@@ -204,8 +196,7 @@ def hold_folder(folder: Path) -> Iterator[bool]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}); choose another folder") from error
     with file:
-        opened = os.fstat(file.fileno())
-        if not stat.S_ISREG(opened.st_mode) or opened.st_nlink != 1:  # another name of a file that is elsewhere
+        if not is_of_one_name(file):
             raise UserError(f"{folder / LOCK}: is not a file of this folder alone; remove it")
         is_locked = True
         try:
@@ -215,7 +206,7 @@ def hold_folder(folder: Path) -> Iterator[bool]:
                 number = file.read(20).strip()  # the holder's process
                 holder = f"process {number}" if number else "another process"
                 raise UserError(f"{folder}: {holder} uses it; wait, or choose another folder") from None
-            print_error(f"warning: {folder}: cannot be locked ({error.strerror}); use it once at a time")
+            warn(f"{folder}: cannot be locked ({error.strerror}); use it once at a time")
             is_locked = False
         else:
             file.truncate(0)
@@ -223,13 +214,19 @@ def hold_folder(folder: Path) -> Iterator[bool]:
         yield is_locked
 
 
+def is_of_one_name(file: IO[str]) -> bool:
+    """Return whether an open file is one, and no other name of a file that is elsewhere."""
+    opened = os.fstat(file.fileno())
+    return stat.S_ISREG(opened.st_mode) and opened.st_nlink == 1
+
+
 def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     """Raise UserError where a run is, unless it was killed, stopped or refused before its first checkpoint."""
     has_checkpoint = bool(checkpoints(folder))
     has_records = (folder / "metrics.jsonl").exists()
     _, text = status(folder)
-    was_killed = text.startswith(("failed: killed by ", *LOST_WORKER))
-    left_nothing = text == RUNNING or was_killed or text.endswith(CUT_SHORT)
+    was_lost = text.startswith("failed: ") and UNFORESEEN.match(text) is None  # killed, or another process of it was
+    left_nothing = text == RUNNING or was_lost or text.endswith(CUT_SHORT)
     if has_checkpoint or (has_records and (is_dry or not is_locked or not left_nothing)):
         remedy = "choose another folder, or resume it" if has_checkpoint else "choose another folder"
         raise UserError(f"{folder}: holds a run already; {remedy}")
@@ -322,15 +319,16 @@ def run_process(command: list[str], log: IO[str] | None = None) -> tuple[int, bo
 
 def describe_exit(code: int) -> str:
     """Return what ended a process that could not write it."""
-    endings = {128 + number: f"killed by {number.name}" for number in signal.Signals}
-    endings[Preempted.exit_code] = "stopped before it began"
-    return endings.get(code, f"ended with exit code {code}")
+    if code == Preempted.exit_code:
+        return "stopped before it began"
+    killers = {128 + number: number.name for number in signal.Signals}
+    return f"killed by {killers[code]}" if code in killers else f"ended with exit code {code}"
 
 
 def requeue() -> None:
     """Under Slurm, put this job back in the queue; a failure costs one line."""
     job = os.environ.get("SLURM_JOB_ID")
-    problem = None
+    problem = ""
     if not job:
         problem = ": not a job of Slurm (no SLURM_JOB_ID)"
     else:
@@ -340,5 +338,5 @@ def requeue() -> None:
                 problem = f" {job}: {done.stderr.strip() or f'exit code {done.returncode}'}"
         except OSError as error:
             problem = f" {job}: {error}"
-    if problem is not None:
-        print_error(f"warning: scontrol requeue{problem}; the job is not requeued")
+    if problem:
+        warn(f"scontrol requeue{problem}; the job is not requeued")

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -58,18 +57,12 @@ def plan(overrides: Sequence[str]) -> list[Job]:
         composed = _compose_each([*words, *added])
     jobs: list[Job] = []
     for number, one in enumerate(composed):
-        jobs.append(_job(one, number))
+        with open_dict(one.tree), in_one_line():
+            one.tree.hydra.job.num = number
+            folder = one.sweep_folder / str(one.tree.hydra.sweep.subdir)
+        jobs.append(Job(one, compose.load(one.options), folder, number))
         _refuse(jobs, goes_on)
     return jobs
-
-
-def _job(composed: Composed, number: int) -> Job:
-    """Return the sweep's job of this number. Raises UserError in one line."""
-    tree = composed.tree
-    with open_dict(tree), in_one_line():
-        tree.hydra.job.num = number
-        folder = composed.sweep_folder / str(tree.hydra.sweep.subdir)
-    return Job(composed, compose.load(composed.options), folder, number)
 
 
 def _compose_each(words: Sequence[str]) -> list[Composed]:
@@ -237,8 +230,7 @@ def log_of(folder: Path) -> Iterator[IO[str] | None]:
         yield None
         return
     with file:
-        opened = os.fstat(file.fileno())
-        is_ours = stat.S_ISREG(opened.st_mode) and opened.st_nlink == 1  # else another name of a file elsewhere
+        is_ours = lifecycle.is_of_one_name(file)
         yield file if is_ours else None
         if is_ours and not os.fstat(file.fileno()).st_size:
             (folder / LOG).unlink(missing_ok=True)
