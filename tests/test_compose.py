@@ -17,7 +17,7 @@ from promises import promise
 from unet3d.base import files
 from unet3d.base.errors import UserError
 from unet3d.config import compose, hydra_errors, rules
-from unet3d.config.plan_file import read_plan
+from unet3d.config.compose import read_plan
 from unet3d.config.schema import FACTS, Config
 
 # Words that the one line must hold, as often as they stand here.

@@ -1,7 +1,11 @@
-"""Compose a checked `Config` from overrides, by Hydra, or from a file's plain values, without it."""
+"""Compose a checked `Config` from overrides, by Hydra, or from a file's plain values, without it.
+
+A plan's file has options as plain values, and what was predicted of the run. Reading it imports nothing.
+"""
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import secrets
@@ -10,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 import yaml  # type: ignore[import-untyped]
@@ -22,8 +26,8 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
-from unet3d.config.hydra_errors import in_one_line, nearest, point_for_comma, quoted
-from unet3d.config.plan_file import read_plan
+from unet3d.base.files import read_yaml_as_written
+from unet3d.config.hydra_errors import in_one_line, nearest, plain, point_for_comma, quoted
 from unet3d.config.rules import check
 from unet3d.config.schema import FACTS, KINDS, Config, flat, options_with
 from unet3d.config.words import as_written, files_of, names_set, refuse_misread
@@ -33,6 +37,16 @@ CONFIG_NAME = "config"
 SEARCH_PATH = "hydra.searchpath="
 NEEDED = ("model", "data", "loss", "optim")  # config groups
 CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
+SECTIONS = ("options", "promise")
+PROMISED = {  # what a plan may promise of its run: the type of each
+    "device": str,
+    "peak_bytes": int,
+    "allocated_bytes": int,
+    "reserved_bytes": int,
+    "validation_bytes": int,
+    "step_s": float,
+    "seconds": float,
+}
 
 ConfigStore.instance().store(name="schema", node=Config)
 OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)  # of a run folder
@@ -119,10 +133,10 @@ def compose_tree(overrides: Sequence[str]) -> Composed:
         if choice.lower() == "null" and group in NEEDED:
             raise UserError(f"{word}: a run needs one; leave it out, or choose from {', '.join(choices(group))}")
     with in_one_line(), hydra_initialized():
-        tree = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+        tree = hydra.compose(CONFIG_NAME, overrides, return_hydra_config=True)
         HydraConfig.instance().cfg = tree  # type: ignore[assignment]  # for `${hydra:...}` in the name of a folder
     _refuse_merged(tree, overrides)
-    composed = Composed(list(overrides), tree)
+    composed = Composed(overrides, tree)
     _refuse_misread_files(composed)
     apply_plan(composed)
     return composed
@@ -148,20 +162,66 @@ def apply_plan(composed: Composed) -> None:
     path = composed.tree.get("plan")
     if path is None:
         return
-    plan = read_plan(path)
+    options = read_plan(path).options
     given = composed.names_set("plan")
-    options = composed.options
-    values = flat(OmegaConf.to_container(options), ".")  # type: ignore[arg-type]
+    features = options.get("model.features")
+    if "model.features" in given and features and len(features) != len(composed.tree.model.features):
+        given.update(options_with("by_level"))  # of a network of another depth
     with in_one_line():
-        for name, value in plan.beside(given, values).items():
-            OmegaConf.update(composed.tree, name, value, merge=False)
+        for name, value in options.items():
+            if name not in given:
+                OmegaConf.update(composed.tree, name, value, merge=False)
+
+
+class PlanFile(NamedTuple):
+    """A plan that was read and checked."""
+
+    options: Mapping[str, Any]  # by dotted name
+    promise: Mapping[str, Any]  # of PROMISED, those that the planner knew
+
+
+def read_plan(path: str) -> PlanFile:
+    """Return the plan in a YAML file. Raises UserError, one line, for what is no plan."""
+    place = f"plan={path}"
+    if not Path(path).is_file():
+        raise UserError(f"{place}: no such file; python -m unet3d plan data=... -o {path} writes one")
+    content, written = read_yaml_as_written(Path(path))
+    if not isinstance(content, dict) or not isinstance(content.get("options"), dict):
+        raise UserError(f"{place}: is no plan; python -m unet3d plan data=... -o {path} writes one")
+    for section in content:
+        if section not in SECTIONS:
+            raise UserError(f"{place}: {section}: no part of a plan; it has {' and '.join(SECTIONS)}")
+    if "${" in repr(content):
+        raise UserError(f"{place}: holds ${{...}}, which a plan's plain values do not")
+    refuse_misread(place, content["options"], written["options"])
+    options = flat(content["options"], ".")
+    for name in map(str, options):
+        if name not in FACTS:
+            raise UserError(f"{place}: {name}: no such option{nearest(name)}")
+        if name not in options_with("kept"):
+            raise UserError(f"{place}: {name}: a plan does not set this; give it on the command line")
+    return PlanFile(options, _promise(place, content.get("promise") or {}))
+
+
+def _promise(place: str, values: Any) -> dict[str, Any]:
+    """Return what a plan promises. Raises UserError for entries of other names or types."""
+    if not isinstance(values, dict):
+        raise UserError(f"{place}: promise: is no mapping; write the plan again")
+    for name, value in values.items():
+        kind = PROMISED.get(name)
+        if kind is None:
+            raise UserError(f"{place}: promise.{name}: nothing that a plan promises; remove it")
+        is_number = type(value) in (int, float) and math.isfinite(value) and value >= 0
+        if (kind is str and not isinstance(value, str)) or (kind is not str and not is_number):
+            raise UserError(f"{place}: promise.{name}={value}: is no {kind.__name__}; write the plan again")
+    return dict(values)
 
 
 def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
     """Raise UserError where a map is another one than the command line's, as Hydra adds to a file's."""
     for option in options_with("example"):
         name = option.removeprefix("data.")
-        words = [word for word in overrides if f"{_key(word)}.".startswith(f"{option}.")]
+        words = [word for word in overrides if f"{word.lstrip('+').partition('=')[0]}.".startswith(f"{option}.")]
         if "data" not in tree or name not in tree.data or not words or "=" not in words[-1]:
             continue
         word = parsed(words[-1:])[0]
@@ -170,10 +230,6 @@ def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:
         if isinstance(asked, dict) and {str(key) for key in asked} != {str(key) for key in merged}:
             problem = f"is added to an earlier one, or to a file's, which makes {merged}"
             raise UserError(f"{words[-1]}: {problem}; to have it alone, write {option}=null before it")
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+").partition("=")[0]
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -249,7 +305,10 @@ def sweep(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _each_value(override: Override) -> list[str]:
-    """Return the override once for each of its values; `model=glob(unet*)` names configs of a group."""
+    """Return the override once for each of its values; `model=glob(unet*)` names configs of a group.
+
+    Raises UserError for a sweep that was meant as one number: `budget=1,5GiB`, whose 1 has no unit, `lr=0,01`.
+    """
     if not override.is_sweep_override():
         return [str(override.input_line)]
     values: Any = override.value()
@@ -257,17 +316,14 @@ def _each_value(override: Override) -> list[str]:
         names = list(values.filter(choices(override.key_or_group)))
     else:
         names = list(override.sweep_string_iterator())
-        _refuse_comma(str(override.input_line).replace("'", ""), names)
+        word = str(override.input_line).replace("'", "")
+        name, _, text = word.partition("=")
+        is_float = KINDS.get(name, "").startswith("float")
+        part = r"'?[\d.]+'?" if name == "budget" else r"0\d+" if is_float else r"(?!)"  # of a number with a comma
+        if any(re.fullmatch(part, value) for value in names):
+            meant = point_for_comma(name, text) or f"{name}={'1.5GiB' if name == 'budget' else '0.01'}"
+            raise UserError(f"{word}: a comma separates values; the decimal sign is a point: {meant}")
     return [f"{override.get_key_element()}={name}" for name in names]
-
-
-def _refuse_comma(word: str, values: Sequence[str]) -> None:
-    """Raise UserError for a sweep that was meant as one number: `budget=1,5GiB`, whose 1 has no unit, `lr=0,01`."""
-    name, _, text = word.partition("=")
-    alone = {"budget": r"'?[\d.]+'?"}.get(name, r"0\d+" if KINDS.get(name, "").startswith("float") else r"(?!)")
-    if any(re.fullmatch(alone, value) for value in values):
-        meant = point_for_comma(name, text) or f"{name}={'1.5GiB' if name == 'budget' else '0.01'}"
-        raise UserError(f"{word}: a comma separates values; the decimal sign is a point: {meant}")
 
 
 def added_sweep(overrides: Sequence[str], jobs: Sequence[Composed]) -> list[str]:
@@ -319,12 +375,15 @@ def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Confi
         changed = OmegaConf.to_object(options)
     assert isinstance(changed, Config)
     now = _flat(options)
-    _refuse_foreign_code(now, asked)
+    foreign = [name for name in options_with("imports") if now[name] and now[name] != asked[name]]
+    if foreign:
+        words = " ".join(f"{name}={plain(now[name])}" for name in foreign)
+        raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
     refuse_changes(values, to_plain(changed))  # before `load`, whose message may name an option that only the run has
     try:
         return load(options)
     except UserError as error:
-        named = sorted(name for name in now if _is_named(name, str(error)))
+        named = [name for name in sorted(now) if re.search(rf"(?<![\w.]){re.escape(name)}[=:]", str(error))]
         others = [f"{name}={now[name]}" for name in named if name not in given]
         if not others or len(others) == len(named):
             raise
@@ -334,16 +393,3 @@ def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Confi
 def _flat(options: DictConfig) -> dict[str, Any]:
     """Return the values of options by their dotted names."""
     return flat(OmegaConf.to_container(options), ".")  # type: ignore[arg-type]
-
-
-def _refuse_foreign_code(now: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise UserError for code that the run's file names and the command line does not."""
-    foreign = [f"{name}={now[name]}" for name in options_with("imports") if now[name] and now[name] != asked[name]]
-    if foreign:
-        words = " ".join(foreign).replace(", ", ",").replace("'", "")
-        raise UserError(f"resume: code is never taken from a run folder; name it again: {words}")
-
-
-def _is_named(name: str, text: str) -> bool:
-    """Return whether a text names an option, as `name=value` or before a colon."""
-    return re.search(rf"(?<![\w.]){re.escape(name)}[=:]", text) is not None

@@ -34,39 +34,27 @@ def check_model(model: Model) -> None:
         raise UserError(f"model.features has {levels} levels; use at most {MOST_LEVELS}, which halve 2048 voxels to 1")
     if model.decoder is not None and len(model.decoder) != levels - 1:
         raise UserError(f"model.decoder has {len(model.decoder)} widths; {levels} levels need {levels - 1}")
-    if model.blocks is not None:
-        _check_blocks(model, model.blocks)
+    if model.blocks is not None and len(model.blocks) != levels:
+        count = len(model.blocks)
+        raise UserError(f"model.blocks has {count} numbers; {levels} levels need {levels}, as model.features")
+    if model.blocks is not None and model.padding == "valid":
+        raise UserError("model.blocks needs model.padding=same: each block adds its input, which must be as large")
+    if model.blocks is not None and model.widen == "second":
+        raise UserError("model.blocks needs model.widen=first: the first convolution of a level increases the channels")
     if model.kernels != "auto":
         geometry.kernels(model)
     if model.strides != "auto":
         geometry.strides(model)
-    if model.norm == "group":
-        _check_groups(model)
-    if model.deep_supervision and model.padding == "valid":
-        raise UserError("model.deep_supervision=true needs model.padding=same: the levels' crops would not align")
-    if model.deep_supervision and levels < 3:
-        raise UserError(f"model.deep_supervision=true needs 3 levels or more; model.features has {levels}")
-
-
-def _check_blocks(model: Model, blocks: list[int]) -> None:
-    """Raise UserError for numbers of residual blocks that do not suit the levels, or their convolutions."""
-    levels = len(model.features)
-    if len(blocks) != levels:
-        raise UserError(f"model.blocks has {len(blocks)} numbers; {levels} levels need {levels}, as model.features")
-    if model.padding == "valid":
-        raise UserError("model.blocks needs model.padding=same: each block adds its input, which must be as large")
-    if model.widen == "second":
-        raise UserError("model.blocks needs model.widen=first: the first convolution of a level increases the channels")
-
-
-def _check_groups(model: Model) -> None:
-    """Raise UserError for a width that the groups of the normalisation do not divide."""
     widths = {*model.features, *(model.decoder or [])}
     if model.widen == "second":
         widths |= {width // 2 for width in model.features}
     undivided = [width for width in sorted(widths) if width % model.groups]
-    if undivided:
+    if model.norm == "group" and undivided:
         raise UserError(f"model.groups={model.groups} does not divide {undivided[0]} channels; choose a divisor of all")
+    if model.deep_supervision and model.padding == "valid":
+        raise UserError("model.deep_supervision=true needs model.padding=same: the levels' crops would not align")
+    if model.deep_supervision and levels < 3:
+        raise UserError(f"model.deep_supervision=true needs 3 levels or more; model.features has {levels}")
 
 
 def check_patch(model: Model, data: Data, is_mirrored: bool, batch: int) -> None:
@@ -79,30 +67,26 @@ def check_patch(model: Model, data: Data, is_mirrored: bool, batch: int) -> None
     if is_mirrored and is_odd:
         problem = f"data.patch={patch} gives {list(output)}, an odd number of voxels less"
         raise UserError(f"inference.mirror=true: {problem}: mirrored views would lie a voxel apart; set it to false")
-    if model.deep_supervision:
-        _check_supervised_sizes(patch, model)
-    if model.blocks is not None and model.downsampling == "strided_conv":
-        _check_averaged_sizes(patch, model)
+    _check_sizes(patch, model)
     _check_lone_voxels(patch, model, batch)
 
 
-def _check_supervised_sizes(patch: list[int], model: Model) -> None:
-    """Raise UserError where a stride does not divide the maps above it: the labels of a head would not align."""
+def _check_sizes(patch: list[int], model: Model) -> None:
+    """Raise UserError where a stride does not suit the maps that it makes smaller.
+
+    One that does not divide them leaves the labels of a supervised level apart; a block's shortcut takes the mean over
+    the stride, which no map may be shorter than.
+    """
     sizes = geometry.level_sizes(patch, model)
+    takes_means = model.blocks is not None and model.downsampling == "strided_conv"
     for above, below, stride in zip(sizes, sizes[1:], geometry.strides(model), strict=False):
         uneven = [b > 1 and -(-a // b) != s for a, b, s in zip(above, below, stride, strict=True)]
-        if any(uneven):
+        if model.deep_supervision and any(uneven):
             problem = f"strides of {list(stride)} do not divide maps of {list(above)} voxels"
             advice = "labels would not align; give another data.patch"
             raise UserError(f"model.deep_supervision=true: {problem}; {advice}")
-
-
-def _check_averaged_sizes(patch: list[int], model: Model) -> None:
-    """Raise UserError where a map is shorter than the stride that a block's shortcut takes the mean over."""
-    sizes = geometry.level_sizes(patch, model)
-    for size, stride in zip(sizes, geometry.strides(model), strict=False):
-        if any(length < step for length, step in zip(size, stride, strict=True)):
-            problem = f"a map of {list(size)} voxels is shorter than the stride {list(stride)} that follows"
+        if takes_means and any(length < step for length, step in zip(above, stride, strict=True)):
+            problem = f"a map of {list(above)} voxels is shorter than the stride {list(stride)} that follows"
             raise UserError(f"data.patch={patch} with model.blocks: {problem}; give a larger patch, or fewer levels")
 
 

@@ -43,14 +43,19 @@ def check(config: Config, here: bool = True) -> None:
         check_model(config.model)
         check_patch(config.model, config.data, config.inference.mirror, config.batch)
     _check_segments(config)
-    _check_recompute(config)
     if config.optim.average is not None and config.model.norm == "batch":
         raise UserError("optim.average is of weights, not of model.norm=batch's statistics; use another norm, or null")
     if here:
         check_ranks(config)
         _check_weights(config)
-    _check_windows(config)
-    _check_count("workers", config.workers, "processes")
+    for name, value, things in (
+        ("inference.batch", config.inference.batch, "windows"),
+        ("workers", config.workers, "processes"),
+    ):
+        if value != "auto" and type(value) is not int:
+            raise UserError(f"{name}={value}: use a number of {things}, or auto")
+    if config.model.norm == "batch_current" and config.inference.batch not in ("auto", 1):
+        raise mixed_windows(config.inference.batch, "model.norm=batch_current")
     _check_switches(config)
     check_data(config.data)
     if config.budget is not None:
@@ -175,6 +180,8 @@ def _check_range(name: str, value: Any, facts: Any) -> None:
     """Raise UserError for a value, or an item of a list, out of the range of its option."""
     about = facts["about"]
     among = facts["among"]
+    low = -math.inf if facts["low"] is None else facts["low"]
+    high = math.inf if facts["high"] is None else facts["high"]
     if among and value not in among:
         close = difflib.get_close_matches(str(value), among, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
@@ -189,15 +196,8 @@ def _check_range(name: str, value: Any, facts: Any) -> None:
             raise UserError(f"{name}={item}: give package.module:name, as in {name}=mypkg.parts:mine")
         if isinstance(item, int) and facts["high"] is None and abs(item) > LARGEST_NUMBER:
             raise UserError(f"{name}={str(value)[:60]}: must be at most {LARGEST_NUMBER:,} ({about})")
-        if isinstance(item, int | float) and not _is_within(item, facts["low"], facts["high"]):
+        if isinstance(item, int | float) and not low <= item <= high:  # NaN, too
             raise UserError(f"{name}={value}: must be {bounds(facts)} ({about})")
-
-
-def _is_within(number: float, low: float | None, high: float | None) -> bool:
-    """Return whether a number, which may be NaN, is within bounds that may be missing."""
-    if math.isnan(number) or (low is not None and number < low):
-        return False
-    return high is None or number <= high
 
 
 def bounds(metadata: Any) -> str:
@@ -253,43 +253,21 @@ def _check_segments(config: Config) -> None:
     raise UserError(f"ckpt={ckpt}: {reason}{advice}")
 
 
-def _check_recompute(config: Config) -> None:
-    """Raise UserError for recompute without its budget, or beside another way to save memory."""
-    if config.recompute == "auto" and config.budget is None:
-        raise UserError("recompute=auto: needs the memory to keep to; add budget=6GiB, or use recompute=lean or tiles")
-    if config.recompute != "none" and config.ckpt:
-        way = f"recompute={config.recompute}"
-        raise UserError(f"{way} and ckpt={config.ckpt}: each decides what backward makes again; drop one")
-
-
-def _check_windows(config: Config) -> None:
-    batch = config.inference.batch
-    _check_count("inference.batch", batch, "windows")
-    if config.model.norm == "batch_current" and batch not in ("auto", 1):
-        raise mixed_windows(batch, "model.norm=batch_current")
-
-
-def _check_count(name: str, value: Any, things: str) -> None:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool)):
-        raise UserError(f"{name}={value}: use a number of {things}, or auto")
-
-
 def _check_switches(config: Config) -> None:
+    """Raise UserError for ways to save memory or time that do not go together, or that miss what they need."""
     if config.deterministic and config.cuda.benchmark:
         raise UserError("deterministic=true and cuda.benchmark=true: which kernel is fastest is chance; drop one")
-    is_recomputed = config.recompute != "none"
-    used = []
-    if config.ckpt:
-        used.append(f"ckpt={config.ckpt}")
-    if is_recomputed:
-        used.append(f"recompute={config.recompute}")
-    if config.compile and used:
-        raise UserError(f"compile=true and {used[0]}: each decides what backward makes again; drop one")
-    if config.channels_last and is_recomputed:
-        raise UserError(
-            f"channels_last=true and recompute={config.recompute}: tiles are rows of maps whose channels lie apart; "
-            "drop one"
-        )
+    way = f"recompute={config.recompute}"
+    if config.recompute == "auto" and config.budget is None:
+        raise UserError("recompute=auto: needs the memory to keep to; add budget=6GiB, or use recompute=lean or tiles")
+    used = ["compile=true"] if config.compile else []
+    used += [way] if config.recompute != "none" else []
+    used += [f"ckpt={config.ckpt}"] if config.ckpt else []
+    if len(used) > 1:
+        raise UserError(f"{used[0]} and {used[1]}: each decides what backward makes again; drop one")
+    if config.channels_last and config.recompute != "none":
+        problem = "tiles are rows of maps whose channels lie apart"
+        raise UserError(f"channels_last=true and {way}: {problem}; drop one")
     if config.channels_last and config.model.path is None and config.model.norm == "group":
         problem = "a GPU copies each map within it, which no prediction sees"
         raise UserError(f"channels_last=true and model.norm=group: {problem}; use another norm, or drop one")

@@ -5,6 +5,7 @@ A text is the word that was written, where Hydra or YAML would read a number or 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,10 @@ def as_written(override: str) -> str:
             del places[-1:]
         elif name == KEYS:
             if places == ["{"] and before in ("{", ",") and after == ":":
-                _refuse_key(word)
+                is_read = READ.fullmatch(word) and not word.isdecimal()
+                if is_read or word.lower() == "null":
+                    problem = "is no text for Hydra, which takes no quotes there"
+                    raise UserError(f"{KEYS}: the name {word} {problem}; choose another, or quote it in a YAML file")
         elif before in (",", "[", "(") and after in (",", "]", ")") and ANY_OF.issuperset(places):
             is_null = word.lower() == "null" and places[-1:] == ["["]  # outside of a list no word is given
             if is_null or READ.fullmatch(word):
@@ -74,13 +78,6 @@ def as_written(override: str) -> str:
                 end = part.end()
         before, earlier = part["sign"] or "", word
     return override if places else written + value[end:]
-
-
-def _refuse_key(word: str) -> None:
-    """Raise UserError for a region's name that Hydra reads as something else than text."""
-    if word.lower() == "null" or (READ.fullmatch(word) and not word.isdecimal()):
-        problem = "is no text for Hydra, which takes no quotes there"
-        raise UserError(f"{KEYS}: the name {word} {problem}; choose another, or quote it in a YAML file")
 
 
 def refuse_misread(place: object, values: Any, written: Any, name: str = "") -> None:
@@ -124,8 +121,8 @@ def names_set(overrides: Iterable[Any], folders: Sequence[Path], purpose: str) -
         if key in FACTS and not override.is_delete():
             names.add(key)
         elif chosen and all(_file_of(key, name, folders) for name in chosen):
-            for name in chosen:
-                names |= _names_in_file(key, name, folders)
+            for file in chain.from_iterable(files_of(key, name, folders) for name in chosen):
+                names |= flat(file.values, ".", file.prefix).keys() & FACTS.keys()
         else:
             raise UserError(f"{purpose}: {override.input_line}: name the options that change, as in optim.lr=0.001")
     return names
@@ -173,11 +170,3 @@ def files_of(group: str, name: str, folders: Sequence[Path]) -> Iterator[OptionF
     package = header[1] if header else group
     prefix = "" if package == "_global_" else f"{package.replace('/', '.')}."
     yield OptionFile(path, prefix, values)
-
-
-def _names_in_file(group: str, name: str, folders: Sequence[Path]) -> set[str]:
-    """Return the options that a file of a config group sets, and those that the files of its `defaults` set."""
-    names: set[str] = set()
-    for file in files_of(group, name, folders):
-        names |= flat(file.values, ".", file.prefix).keys() & FACTS.keys()
-    return names

@@ -9,7 +9,7 @@ from unet3d.base import ranks, signals
 from unet3d.base.errors import UserError, warn
 from unet3d.base.signals import Stop
 from unet3d.config import compose, rules
-from unet3d.config.plan_file import read_plan
+from unet3d.config.compose import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset
 from unet3d.data.check import mostly_padding, read_grids
