@@ -15,7 +15,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.base.types import Regions
 from unet3d.config import rules
-from unet3d.config.schema import Config, Data, Model, options, options_with
+from unet3d.config.schema import Config, Model, options, options_with
 from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.grids import target_grid
 from unet3d.data.layouts.generated import phantom_header, phantom_outline
@@ -103,23 +103,19 @@ def model_config_from_headers(config: Config) -> Model:
     import_all(config)
     model_config = rules.effective_model(config.model)
     has_channels = model_config.in_channels is not None and model_config.classes is not None
-    has_outputs = model_config.regions is not None or not _may_have_regions(config.data)
+    data = config.data
+    may_have_regions = data.regions is not None or (data.format == "nnunet" and data.root is not None)
+    has_outputs = model_config.regions is not None or not may_have_regions  # else only the data set can say
     if has_channels and has_outputs and "auto" not in (model_config.kernels, model_config.strides):
         return model_config
-    if config.data.format == "phantom":
-        dataset = phantom_outline(config.data)
-        train, _ = split(dataset, config.data)
-        grid = target_grid(train[0], phantom_header(config.data.phantom), config.data.spacing)
+    is_phantom = data.format == "phantom"
+    dataset = phantom_outline(data) if is_phantom else read_dataset(data)
+    case = split(dataset, data)[0][0]
+    if is_phantom:
+        grid = target_grid(case, phantom_header(data.phantom), data.spacing)
     else:
-        dataset = read_dataset(config.data)
-        train, _ = split(dataset, config.data)
-        grid = read_grid(train[0], config.data.spacing)
+        grid = read_grid(case, data.spacing)
     return model_options(config, dataset, grid.spacing)
-
-
-def _may_have_regions(data: Data) -> bool:
-    """Return whether only the data set can say if its classes overlap."""
-    return data.regions is not None or (data.format == "nnunet" and data.root is not None)
 
 
 def options_of_data(dataset: DatasetInfo) -> dict[str, Any]:
@@ -229,14 +225,8 @@ def patches_per_rank(config: Config) -> int:
 def policy(config: Config, device_type: str, technique: Technique = PLAIN) -> MemoryPolicy:
     """Return mixed precision, and what backward computes a second time."""
     dtype = amp_dtype(config.amp_dtype, device_type) if config.amp else None
-    return MemoryPolicy(
-        device_type,
-        dtype,
-        technique.segment_starts,
-        technique.program,
-        technique.window_program,
-        config.channels_last,
-    )
+    starts, program, of_windows, _ = technique
+    return MemoryPolicy(device_type, dtype, starts, program, of_windows, config.channels_last)
 
 
 def windows(config: Config, networks: Sequence[nn.Module]) -> int:
@@ -246,7 +236,10 @@ def windows(config: Config, networks: Sequence[nn.Module]) -> int:
     step. It is 1 with recompute, whose step may need less than whole maps.
     """
     asked = config.inference.batch
-    mixes = any(_takes_statistics(module) for network in networks for module in network.modules())
+    norms = nn.modules.batchnorm._BatchNorm
+    modules = [module for network in networks for module in network.modules()]
+    # A layer that has no running statistics normalises by the current batch in evaluation, too.
+    mixes = any(isinstance(module, norms) and module.running_mean is None for module in modules)
     if asked != "auto":
         if asked > 1 and mixes:
             raise rules.mixed_windows(asked, "a batch normalisation without running statistics")
@@ -256,22 +249,9 @@ def windows(config: Config, networks: Sequence[nn.Module]) -> int:
     return patches_per_rank(config)
 
 
-def _takes_statistics(module: nn.Module) -> bool:
-    """Return whether the layer normalises by the current batch in evaluation, too."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
-
-
 def predictor(config: Config, networks: Sequence[nn.Module], model_config: Model, memory: MemoryPolicy) -> Predictor:
     """Return the sliding window, of the training patch's size."""
     x, y, z = config.data.patch
     mirror = tuple(config.data.augment.mirror) if config.inference.mirror else ()
-    batch = windows(config, networks)
-    return Predictor(
-        tuple(networks),
-        model_config,
-        memory,
-        (x, y, z),
-        config.inference.overlap,
-        mirror,
-        batch,
-    )
+    overlap = config.inference.overlap
+    return Predictor(tuple(networks), model_config, memory, (x, y, z), overlap, mirror, windows(config, networks))

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -98,22 +98,16 @@ def loading(library: str) -> Iterator[None]:
 
 
 def training_command(overrides: Iterable[str]) -> str:
-    """Return the command that trains with these overrides: by train.py, if it is here or was run, or by the package."""
-    scripts = [[path] for path in (sys.argv[0], "train.py") if _is_script(path)]
-    program = scripts[0] if scripts else ["-m", "unet3d", "train"]
-    return shlex.join([_python(), *program, *overrides])
+    """Return the command that trains with these overrides: by train.py, if it is here or was run, or by the package.
 
-
-def _is_script(path: str) -> bool:
-    """Return whether this path, from the working folder, is train.py."""
-    try:
-        return SCRIPT.samefile(path)
-    except (OSError, ValueError):  # one of them does not exist
-        return False
-
-
-def _python() -> str:
-    """Return `python` where a shell finds this interpreter by that name, else its path."""
+    It begins with `python` where a shell finds this interpreter by that name, else with its path.
+    """
+    program = ["-m", "unet3d", "train"]
+    for path in ("train.py", sys.argv[0]):
+        with suppress(OSError, ValueError):  # one of them does not exist
+            if SCRIPT.samefile(path):
+                program = [path]
     found = shutil.which("python")
     is_this = found is not None and Path(found).absolute().parent == Path(sys.executable).absolute().parent
-    return "python" if is_this or not sys.executable else sys.executable
+    python = "python" if is_this or not sys.executable else sys.executable
+    return shlex.join([python, *program, *overrides])

@@ -188,15 +188,7 @@ def broadcast_from_rank0(tensors: "Iterable[Tensor]") -> None:
 
 def all_reduce_max(number: int) -> int:
     """Return the largest of the ranks' numbers."""
-    if not _joined:
-        return number
-    import torch
-    import torch.distributed as dist
-
-    largest = torch.tensor(number)
-    with _answered():
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    return int(max(gather(number)))
 
 
 def gather(thing: T) -> list[T]:

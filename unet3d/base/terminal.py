@@ -2,6 +2,8 @@
 
 import io
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -26,44 +28,28 @@ def paper(width: int) -> Console:
 def narrow_tables(title: str, table: Table, width: int) -> Group:
     """Return the table in as many parts, one below the other, as fit into `width` characters.
 
-    Each part has the first column. A column that is wider than the room beside it is folded.
+    Each part has the first column. No word is broken, but of a column that is wider than the room beside the first.
     """
-    widths = _least_widths(table)
-    first_width = min(widths[0], 2 * width // 5)
-    room = width - 1 - first_width
-    widths = [first_width, *(min(wanted, room) for wanted in widths[1:])]
-    tables = []
-    for columns in _parts(widths, room):
-        part = Table(
-            columns=[table.columns[index] for index in columns],
-            rows=[[row[index] for index in columns] for row in table.rows],
-        )
-        exact = [widths[index] - GAP for index in columns]
-        tables.append(_rich_table(part, exact, width))
-    return Group(Text(escaped(title), "bold"), *tables)
-
-
-def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the columns of each part: the first, and others whose widths fit into `room` characters."""
-    parts = [[0]]
-    left = room
-    for index, width in enumerate(widths[1:], start=1):
-        if width > left:
+    columns = [[escaped(text) for text in texts] for texts in zip(table.columns, *table.rows, strict=True)]
+    least = [max(cell_len(word) for text in column for word in ["", *text.split()]) + GAP for column in columns]
+    least[0] = min(least[0], 2 * width // 5)
+    room = width - 1 - least[0]
+    parts: list[list[int]] = []
+    left = 0
+    for index in range(1, len(columns)):
+        least[index] = min(least[index], room)
+        if least[index] > left:
             parts.append([0])
             left = room
         parts[-1].append(index)
-        left -= width
-    return parts
-
-
-def _least_widths(table: Table) -> list[int]:
-    """Return the least width of each column in which no word is broken, with the gap beside it."""
-    widths = []
-    for column in zip(table.columns, *table.rows, strict=True):
-        words = [word for text in column for word in escaped(text).split()]
-        longest = max(map(cell_len, words), default=0)
-        widths.append(longest + GAP)
-    return widths
+        left -= least[index]
+    tables = []
+    for part in parts or [[0]]:
+        whole = sum(max(map(cell_len, columns[index])) + GAP for index in part)
+        widths = [least[index] - GAP if index == 0 or whole >= width else None for index in part]
+        shown = Table([table.columns[index] for index in part], [[row[index] for index in part] for row in table.rows])
+        tables.append(_rich_table(shown, widths))
+    return Group(Text(escaped(title), "bold"), *tables)
 
 
 def plain_text(parts: Iterable[str | tuple[str, Table]], width: int) -> str:
@@ -83,26 +69,12 @@ def terminal_table(title: str, table: Table) -> Group:
     return Group(Text(escaped(title), "bold"), _rich_table(table))
 
 
-def _rich_table(table: Table, exact: Sequence[int] = (), room: int = 0) -> RichTable:
-    """Return a table of rich.
-
-    `exact` has the width of each column; all but the first are free where the table is not wider than `room`.
-    """
+def _rich_table(table: Table, widths: Sequence[int | None] = ()) -> RichTable:
+    """Return a table of rich; a column without a width is as wide as its texts where there is room."""
     rich_table = RichTable(box=box.SIMPLE_HEAD)
-    whole_width = GAP * len(table.columns) + 1
-    for texts in zip(table.columns, *table.rows, strict=True):
-        whole_width += max(cell_len(escaped(text)) for text in texts)
-    is_narrow = whole_width > room
-    for index, column in enumerate(table.columns):
-        width = None
-        if exact and (is_narrow or index == 0):
-            width = exact[index]
-        rich_table.add_column(
-            escaped(column),
-            justify="right" if index else "left",
-            overflow="fold",
-            width=width,
-        )
+    for index, (column, width) in enumerate(zip_longest(table.columns, widths)):
+        side: Literal["left", "right"] = "right" if index else "left"
+        rich_table.add_column(escaped(column), justify=side, overflow="fold", width=width)
     for row in table.rows:
         rich_table.add_row(*map(escaped, row))
     return rich_table

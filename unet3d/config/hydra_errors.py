@@ -43,7 +43,9 @@ def in_one_line() -> Iterator[None]:
 
 def describe(error: Exception) -> str:
     """Return one line for an error of a composition."""
-    causes = _causes(error)
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
     # Under a debugger OmegaConf adds causes that name no option, and chains that are circles.
     for cause in sorted(reversed(causes), key=lambda cause: not getattr(cause, "full_key", None)):
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
@@ -65,16 +67,6 @@ def describe(error: Exception) -> str:
     if text.startswith("Unsupported "):  # what YAML reads as a number
         return f"{text}; quote the name in the file's defaults"
     return text
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return the error, its cause, the cause of that, and so on; each once."""
-    causes = [error]
-    while True:
-        cause = causes[-1].__cause__
-        if cause is None or cause in causes:
-            return causes
-        causes.append(cause)
 
 
 def _describe_several(word: str) -> str:
@@ -208,20 +200,11 @@ def not_a_flag(flag: str, words: Sequence[str]) -> UserError:
     """Return the error for a flag that does not exist, among these words: how to write it as an option."""
     name, _, value = flag.lstrip("-").partition("=")
     if not value:
-        value = _next_word(flag, words) or "VALUE"
+        after = words[words.index(flag) + 1 :][:1] if flag in words else []
+        value = next((word for word in after if not word.startswith("-") and "=" not in word), "VALUE")
     option = _meant(name.replace("-", "_"))
     example = f"{option}={value}" if option else f"batch=4; {LIST_OF_OPTIONS}"
     return UserError(f"{flag}: no such flag; options are written without dashes: {example}")
-
-
-def _next_word(flag: str, words: Sequence[str]) -> str:
-    """Return the word after a flag where it may be the flag's value, else an empty text."""
-    if flag not in words:
-        return ""
-    for word in words[words.index(flag) + 1 :]:
-        is_value = not word.startswith("-") and "=" not in word
-        return word if is_value else ""
-    return ""
 
 
 def nearest(name: str) -> str:

@@ -130,8 +130,11 @@ def _has_class_names(config: "Config") -> bool:
 
 def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a map of labels with integers as keys, where JSON has made them texts."""
-    is_number = {key: isinstance(key, str) and key.isdecimal() and len(key) < 20 for key in label_map}
-    return {int(key) if is_number[key] else key: olds for key, olds in label_map.items()}
+
+    def number(key: Any) -> Any:
+        return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+
+    return {number(key): olds for key, olds in label_map.items()}
 
 
 def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:
@@ -141,14 +144,13 @@ def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str,
     """
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and key == "label_map":
-            values[f"{prefix}{key}"] = with_numbers(value)
-        elif isinstance(value, Mapping) and key == "regions":
-            values[f"{prefix}{key}"] = dict(value)
-        elif isinstance(value, Mapping):
-            values |= flat(value, separator, f"{prefix}{key}{separator}")
+        name = f"{prefix}{key}"
+        if not isinstance(value, Mapping):
+            values[name] = value
+        elif key in ("label_map", "regions"):
+            values[name] = with_numbers(value) if key == "label_map" else dict(value)
         else:
-            values[f"{prefix}{key}"] = value
+            values |= flat(value, separator, f"{name}{separator}")
     return values
 
 
