@@ -141,18 +141,26 @@ def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
             return f"interrupted; {go_on}", INTERRUPTED
         case NotSaved():
             return f"error: {error}; {go_on}", error.exit_code
-        case UserError() | errors.CheckpointError() | errors.NonFiniteLoss():
-            return f"error: {error}", error.exit_code
         case LoaderError() | RankLost():
             return f"failed: {error}\n{go_on}", error.exit_code
-    if isinstance(error, OSError) and errors.is_disk_full(error):
-        where = error.filename or folder  # a write that fails names no file
-        return f"error: {where}: {error.strerror}; {errors.make_room(error)}; {go_on}", UserError.exit_code
-    ending = ran_out(error, go_on)
+    ending = foreseen(error, folder, go_on)
     if ending is not None:
         return ending
     print_error("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
     return f"failed: {error!r}", 1
+
+
+def foreseen(error: BaseException, place: object, go_on: str = "") -> tuple[str, int] | None:
+    """Return the last line and the exit code of an error that was foreseen; None for another.
+
+    `place` stands for the file that no room was for, where the error names none.
+    """
+    if isinstance(error, UserError | errors.CheckpointError | errors.NonFiniteLoss):
+        return f"error: {error}", error.exit_code
+    if isinstance(error, OSError) and errors.is_disk_full(error):
+        parts = [f"error: {error.filename or place}: {error.strerror}", errors.make_room(error), go_on]
+        return "; ".join(filter(None, parts)), UserError.exit_code
+    return ran_out(error, go_on)
 
 
 def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
@@ -160,8 +168,8 @@ def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
     if isinstance(error, OutOfMemory):
         return "\n".join(filter(None, [f"out of memory: {error}", go_on])), error.exit_code
     if errors.is_out_of_memory(error):
-        parts = [errors.reason(error), go_on]
-        return f"out of memory: {'; '.join(filter(None, parts))}", OutOfMemory.exit_code
+        parts = [f"out of memory: {errors.reason(error)}", go_on]
+        return "; ".join(filter(None, parts)), OutOfMemory.exit_code
     if errors.is_out_of_files(error):
         parts = ["error: too many open files", errors.file_limit(), go_on]
         return "; ".join(filter(None, parts)), UserError.exit_code
@@ -169,23 +177,17 @@ def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
 
 
 def how_to_go_on(folder: Path) -> str:
-    """Return the command that resumes the run, to be pasted into a shell."""
+    """Return the command that resumes the run, to be pasted into a shell.
+
+    It names the run's own code again, which resuming takes from the command line alone.
+    """
     if not checkpoints(folder):
         return "there is no checkpoint yet to go on from"
-    words = [path_option("resume", folder), *_imports(folder)]
+    words = [path_option("resume", folder)]
+    with suppress(UserError, OSError, ValueError, AttributeError):  # resuming will say what is wrong with its config
+        named = compose.flat(read_yaml(folder / "config.yaml"), ".")
+        words += [f"{name}={plain(named[name])}" for name in options_with("imports") if named.get(name)]
     return f"to go on: {process.training_command(words)}"
-
-
-def _imports(folder: Path) -> list[str]:
-    """Return the options of a run that name code, which resuming takes from the command line alone."""
-    try:
-        values = read_yaml(folder / "config.yaml")
-    except (UserError, OSError, ValueError):  # resuming will say what is wrong with it
-        return []
-    if not isinstance(values, dict):
-        return []
-    named = compose.flat(values, ".")
-    return [f"{name}={plain(named[name])}" for name in options_with("imports") if named.get(name)]
 
 
 @contextmanager

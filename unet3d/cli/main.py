@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unet3d import __version__
 from unet3d.base import process
-from unet3d.base.errors import CheckpointError, OutOfMemory, UserError, is_disk_full, make_room
+from unet3d.base.errors import UserError
 from unet3d.cli import commands, lifecycle, memory, plan_command, predict, train
 from unet3d.config import compose
 from unet3d.config.hydra_errors import not_a_flag
@@ -34,18 +34,14 @@ def main() -> int:
     try:
         arguments = _arguments()
         return arguments.run(arguments) or 0
-    except (UserError, CheckpointError) as error:
-        return lifecycle.print_error(f"error: {error}", error.exit_code)
-    except (OSError, ImportError, RuntimeError, MemoryError, OutOfMemory) as error:
-        ending = lifecycle.ran_out(error)
-        if ending is not None:
-            return lifecycle.print_error(*ending)
-        if not isinstance(error, OSError):
+    except Exception as error:
+        place = "a file or the output"
+        ending = lifecycle.foreseen(error, place)
+        if ending is None and isinstance(error, OSError):  # a folder that cannot be made, read or written to
+            ending = f"error: {error.filename or place}: {error.strerror or error}", UserError.exit_code
+        if ending is None:
             raise
-        # a folder that cannot be made, read or written to, or a full disk
-        remedy = f"; {make_room(error)}" if is_disk_full(error) else ""
-        file = error.filename or "a file or the output"
-        return lifecycle.print_error(f"error: {file}: {error.strerror or error}{remedy}", UserError.exit_code)
+        return lifecycle.print_error(*ending)
 
 
 def _arguments() -> argparse.Namespace:
