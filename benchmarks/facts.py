@@ -7,7 +7,6 @@ and on a diffusion model of 76,464,439 parameters.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from unet3d.memory.breakdown import held, state_bytes
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.prediction import MemoryEstimate, layer_counts
+from unet3d.memory.prediction import MemoryEstimate
 from unet3d.memory.simulate import fake_batch
 
 
@@ -118,9 +117,10 @@ def layers() -> Iterator[tuple[str, float]]:
     ):
         with fake_mode():
             layer, given = kind(*arguments), torch.empty(shape)
-            count = layer_counts(layer, partial(layer, given))[0]
-        for what in ("parameters", "inputs", "outputs"):
-            yield f"{kind.__name__}{arguments} on {shape}: {what}", getattr(count, what)
+            parameters = sum(parameter.numel() for parameter in layer.parameters())
+            counts = {"parameters": parameters, "inputs": given.numel(), "outputs": layer(given).numel()}
+        for what, count in counts.items():
+            yield f"{kind.__name__}{arguments} on {shape}: {what}", count
 
 
 def swish() -> Iterator[tuple[str, float]]:

@@ -195,8 +195,7 @@ def test_usual_estimates_miss_the_peak_as_they_do() -> None:
         subject = estimate(
             "model=unet_small", "data.patch=[64,64,64]", "loss=ce", "optim=adam", f"model.activation={activation}"
         )
-        weights = sum(p.nbytes for p in subject.meter.model.parameters())
-        found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+        found = usual_estimates(subject)
         errors[activation] = [size / subject.step.tensors - 1 for size in found.values()]
     assert list(found)[3].startswith("torchinfo")
     four_times_weights, _, with_backward, torchinfo, *_, what_autograd_saves = errors["relu"]

@@ -14,7 +14,7 @@ from unet3d.config import compose
 from unet3d.memory import export
 from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import MEASURED_STEPS
-from unet3d.memory.technique import predicted
+from unet3d.memory.prediction import MemoryEstimate
 
 VIEWER_KNOWS = {
     *("PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -26,7 +26,7 @@ VIEWER_KNOWS = {
 def simulated(*overrides: str) -> Ledger:
     config = compose.compose(list(overrides))
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 4
-    return predicted(config, config.model).ledger
+    return MemoryEstimate("net", config, config.model).ledger
 
 
 @pytest.fixture(scope="module")

@@ -18,22 +18,25 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory import variants as search_of_ways
+from unet3d.memory import remedies as search_of_ways
 from unet3d.memory.peak import Peak
 from unet3d.memory.prediction import peaks_without, preflight
-from unet3d.memory.remedies import find_fit, oom_in_validation, oom_suggestions, pareto_front
-from unet3d.memory.simulate import validation_peak
-from unet3d.memory.technique import choose_technique, step_peak
-from unet3d.memory.variants import (
+from unet3d.memory.remedies import (
     Candidate,
     cheaper_activation,
     depends_on_batch,
+    find_fit,
     halves,
+    oom_in_validation,
+    oom_suggestions,
+    pareto_front,
     replaced,
     simulated,
     single_techniques,
     ways,
 )
+from unet3d.memory.simulate import validation_peak
+from unet3d.memory.technique import choose_technique, step_peak
 
 WORDS = (
     *("model=unet_tiny", "model.features=[8,16]", "data.patch=[4,16,16]", "batch=2", "model.norm=none"),

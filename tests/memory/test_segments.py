@@ -14,7 +14,8 @@ from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.segments import (
+from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import (
     SegmentStarts,
     StageProfile,
     choose_segments,
@@ -23,7 +24,6 @@ from unet3d.memory.segments import (
     ranking_peak,
     simulated_steady_peak,
 )
-from unet3d.memory.simulate import simulate
 from unet3d.recomputing.plans import Technique
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages

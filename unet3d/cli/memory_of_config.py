@@ -15,7 +15,7 @@ from unet3d.base.progress import track
 from unet3d.base.terminal import WIDE, plain_text
 from unet3d.base.types import Table, mib, percent
 from unet3d.config import compose
-from unet3d.memory import breakdown, tables, variants
+from unet3d.memory import breakdown, remedies, tables
 from unet3d.memory.allocator import Settings
 from unet3d.memory.breakdown import layer_names, stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
@@ -58,7 +58,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
     advice = tables.peak_location(subject.entry)
     halved = narrower.get(advice["level"])
     if halved is not None:
-        advice["override"] = " ".join(variants.width_overrides(halved.options))
+        advice["override"] = " ".join(remedies.width_overrides(halved.options))
         advice["halved_peak_bytes"] = halved.step.tensors
     without = subject.without()
     sentence = tables.sentence(advice, subject.step.tensors)
@@ -95,8 +95,8 @@ def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
     """
     narrower = {}
     for level in range(len(subject.options.features)):
-        model_config = variants.resized(subject.options, partial(scaled_width, 0.5, [level]))
-        if model_config != subject.options and variants.is_allowed(subject.config, model_config):
+        model_config = remedies.resized(subject.options, partial(scaled_width, 0.5, [level]))
+        if model_config != subject.options and remedies.is_allowed(subject.config, model_config):
             narrower[level] = replace(subject, options=model_config, steps=STEPS_FOR_PEAK)
     return narrower
 
@@ -142,9 +142,7 @@ def _sections(explanation: ConfigExplanation) -> Iterator[Section]:
     if subject.technique.program is not None:
         yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
     yield "What parameters cost", tables.state(subject.entry, subject.parameters)
-    weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
-    usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
-    yield "Usual estimates and their error", tables.estimates(usual, subject.step.tensors)
+    yield "Usual estimates and their error", tables.estimates(usual_estimates(subject), subject.step.tensors)
     if explanation.narrower:
         yield "Half the width at one level (predicted)", _widths(subject, explanation.narrower)
     if len(explanation.relatives) > 1:
@@ -189,9 +187,9 @@ def _groups(subject: MemoryEstimate) -> Table:
 
 def _further(subject: MemoryEstimate) -> Table:
     """Return the peak with each option that saves memory and that the step does not use."""
-    asked = variants.Candidate((), "nothing", subject.config, subject.options)
+    asked = remedies.Candidate((), "nothing", subject.config, subject.options)
     rows = []
-    for option in variants.single_techniques(asked):
+    for option in remedies.single_techniques(asked):
         less = subject.step.tensors - option.step.tensors
         rows.append(
             [

@@ -20,7 +20,7 @@ from unet3d.cli import lifecycle
 from unet3d.cli.memory_of_several import own_words
 from unet3d.config.schema import Config
 from unet3d.memory import any_network
-from unet3d.memory.any_network import Check, check_step
+from unet3d.memory.any_network import Check
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.prediction import estimate, left_out, recompute_line
 from unet3d.memory.tables import guessed
@@ -155,7 +155,7 @@ def check_config(overrides: Sequence[str], half: bool, limit: int, depth: int | 
         subject = estimate(with_init_names(overrides), half)
         if build.device_type(subject.config) == "cpu":  # an allocator settles later
             subject = replace(subject, steps=STEPS_FOR_PEAK)
-        check = check_step(subject.meter, subject.name, limit)
+        check = Check(subject.meter, subject.name, limit)
     for line in left_out(subject.config):
         lifecycle.print_error(f"warning: {line}")
     return _print_check(check, depth, as_json)
@@ -175,7 +175,7 @@ def check_module(
     with _stdout_to_stderr():
         network = made(path, keywords)
         explanation = prediction(path, network, shape, config)
-        check = check_step(explanation.meter, explanation.name, limit)
+        check = Check(explanation.meter, explanation.name, limit)
     return _print_check(check, depth, as_json)
 
 
@@ -190,7 +190,7 @@ def _print_check(check: Check, depth: int | None, as_json: bool) -> int:
     """Print the answer on stdout, and what it leaves out on stderr."""
     for note in check.notes:
         lifecycle.print_error(f"warning: {note}")
-    if check.guesses:
-        lifecycle.print_error(f"warning: {guessed({'guesses': check.guesses})}")
+    if check.meter.guesses:
+        lifecycle.print_error(f"warning: {guessed({'guesses': check.meter.guesses})}")
     print(json.dumps(check.as_json(depth), indent=2) if as_json else escaped(check.line))
     return 0 if check.fits else ABOVE

@@ -16,7 +16,7 @@ from unet3d.base.progress import track
 from unet3d.base.terminal import NARROW, WIDE, narrow_tables, paper, terminal_table
 from unet3d.base.types import MIB, Table, budget_bytes, mib
 from unet3d.cli.memory_of_config import scaled_width, sizes_of_schedules
-from unet3d.memory import remedies, tables, variants
+from unet3d.memory import remedies, tables
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.prediction import MemoryEstimate, estimate
 from unet3d.memory.technique import step_peak
@@ -164,7 +164,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
             panels[WORK][name].append((work, peak))
     for name, point in track(points, "points, at most", at_most):
         subject = point.estimate
-        if not variants.is_allowed(subject.config, subject.options):
+        if not remedies.is_allowed(subject.config, subject.options):
             continue
         rows.append((point.axis, point.x, name, point.overrides, subject.parameters, subject.step.tensors))
         panels[point.axis][name].append((point.x, subject.step.tensors))
@@ -195,8 +195,8 @@ def _points(subject: MemoryEstimate) -> Iterator[Point]:
         yield Point("batch size", batch, f"batch={batch}", varied)
     levels = range(len(model_config.features))
     for scale in SCALES if levels else ():
-        scaled = variants.resized(model_config, partial(scaled_width, scale, levels))
-        overrides = " ".join(variants.width_overrides(scaled))
+        scaled = remedies.resized(model_config, partial(scaled_width, scale, levels))
+        overrides = " ".join(remedies.width_overrides(scaled))
         yield Point("first width (channels)", scaled.features[0], overrides, replace(subject, options=scaled))
     depends_on_patch = "auto" in (config.model.kernels, config.model.strides)
     for scale in (1,) if depends_on_patch else SIZES:
@@ -213,22 +213,22 @@ def print_fit(overrides: Sequence[str]) -> None:
     if given is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    asked = variants.Candidate((), "nothing", subject.config, subject.options)
+    asked = remedies.Candidate((), "nothing", subject.config, subject.options)
     options, best = remedies.find_fit(asked, limit)
     every = math.ceil(len(options) / ROWS_SHOWN)
     rows = [_row_of_fit(option, limit) for option in options[::every]]
     table = Table(["peak (MiB, predicted)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Options, cheapest change first", table))
-    for reason in variants.untried(asked):
+    for reason in remedies.untried(asked):
         print(escaped(f"not tried: {reason}"))
     if best.step.limited > limit:
         smallest = f"the smallest peak is {mib(best.step.tensors)} MiB{best.reserves}"
         raise UserError(f"budget={given}: nothing tried fits; {smallest}")
-    command = process.training_command(variants.replaced(overrides, best.overrides))
+    command = process.training_command(remedies.replaced(overrides, best.overrides))
     print(f"fits: {escaped(command)}")
 
 
-def _row_of_fit(option: variants.Candidate, limit: int) -> list[str]:
+def _row_of_fit(option: remedies.Candidate, limit: int) -> list[str]:
     """Return what an option needs, costs and changes."""
     return [
         mib(option.step.tensors),

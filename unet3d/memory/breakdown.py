@@ -48,11 +48,10 @@ class Levels:
     """The levels of a U-Net with stages inc, down1 ..., up1 ..., outc; 0 is full resolution, None elsewhere."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._depth = self._depth_of(ledger)
-        self._weight_shapes = set()
-        for storage in ledger.storages:
-            if storage.role == "params":
-                self._weight_shapes.add(storage.shape)
+        stages = {stage_of(storage.scope.module) for storage in ledger.storages}
+        depths = [int(stage.removeprefix("down")) for stage in stages if re.fullmatch(r"down\d+", stage)]
+        self._depth = max(depths, default=0) if "inc" in stages else None  # None: of another network
+        self._weight_shapes = {storage.shape for storage in ledger.storages if storage.role == "params"}
         self._encoder = self._map_sizes(ledger, r"inc|down\d+")
         self._decoder: LevelSizes = {}
         if self._depth in self._encoder:  # the bottom is where the decoder begins
@@ -79,33 +78,16 @@ class Levels:
         module = storage.scope.module
         module_level = self.of_module(module)
         sizes = self._encoder if module.startswith(("inc", "down")) else self._decoder
-        if not sizes or not self._is_map(storage):
+        is_volume = len(storage.shape) in (4, 5) and storage.shape not in self._weight_shapes
+        if not sizes or storage.role is not None or not is_volume:
             return module_level
         voxels = prod(storage.shape[-3:])
-        if module_level in sizes:
-            own_sizes = sizes[module_level]
-            if min(own_sizes) <= voxels <= max(own_sizes):
-                return module_level
-        known: list[tuple[int | None, int]] = []
-        for level, level_sizes in sizes.items():
-            known.append((level, min(level_sizes)))
-            known.append((level, max(level_sizes)))
-        for size in self._encoder.get(module_level, ()):
-            known.append((module_level, size))
+        if module_level in sizes and min(sizes[module_level]) <= voxels <= max(sizes[module_level]):
+            return module_level
+        known = [(level, size) for level, found in sizes.items() for size in (min(found), max(found))]
+        known += [(module_level, size) for size in self._encoder.get(module_level, ())]
         nearest, _ = min(known, key=lambda entry: abs(log(voxels / entry[1])))
         return nearest
-
-    def _depth_of(self, ledger: Ledger) -> int | None:
-        """Return the deepest level; None for another network."""
-        stages = {stage_of(storage.scope.module) for storage in ledger.storages}
-        if "inc" not in stages:
-            return None
-        depths = [int(stage.removeprefix("down")) for stage in stages if re.fullmatch(r"down\d+", stage)]
-        return max(depths, default=0)
-
-    def _is_map(self, storage: Storage) -> bool:
-        is_volume = len(storage.shape) in (4, 5) and storage.shape not in self._weight_shapes
-        return storage.role is None and is_volume
 
     def _map_sizes(self, ledger: Ledger, stages: str) -> LevelSizes:
         """Return the sizes of one side of the U, from the smallest map of a block up.
@@ -125,10 +107,10 @@ class Levels:
             all_sizes[level].add(voxels)
             if name.startswith("conv"):
                 block_sizes[level].add(voxels)
-        sizes: LevelSizes = {}
-        for level, voxels_of_maps in all_sizes.items():
+        sizes = {}
+        for level, found in all_sizes.items():
             smallest = min(block_sizes[level], default=0)
-            sizes[level] = {voxels for voxels in voxels_of_maps if voxels >= smallest}
+            sizes[level] = {voxels for voxels in found if voxels >= smallest}
         return sizes
 
 
@@ -136,11 +118,7 @@ def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     """Return one row per level, shallowest first, then `other` for bytes of no level: its bytes, also by category."""
     rows = _grouped(ledger, moment, Levels(ledger).of_storage)
     order = sorted(rows, key=lambda level: (level is None, level))
-    named = []
-    for level in order:
-        name = "other" if level is None else level
-        named.append({"level": name, **rows[level]})
-    return named
+    return [{"level": "other" if level is None else level, **rows[level]} for level in order]
 
 
 def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
@@ -153,11 +131,7 @@ def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     rows = _grouped(ledger, moment, layer_of)
     in_order = sorted(ledger.storages, key=lambda storage: storage.role is not None)  # claimed ones are in no order
     layers = dict.fromkeys(map(layer_of, in_order))
-    named = []
-    for layer in layers:
-        if layer in rows:
-            named.append({"module": layer, "level": levels.of_module(layer), **rows[layer]})
-    return named
+    return [{"module": layer, "level": levels.of_module(layer), **rows[layer]} for layer in layers if layer in rows]
 
 
 def _grouped(ledger: Ledger, moment: int, key: Callable[[Storage], Any]) -> dict[Any, Row]:
@@ -177,13 +151,10 @@ PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step, wh
 def summarise_ledger(ledger: Ledger) -> dict[str, Any]:
     """Return a step's entries in memory.json beside its peaks, in bytes; `state` is what parameters cost."""
     peak_moment = ledger.peak_moment()
-    phase_categories = {}
-    for phase, moment in _steady_moments(ledger).items():
-        phase_categories[phase] = ledger.categories_at(moment)
     return {
         "moment": describe(ledger, peak_moment),
         "categories": ledger.categories_at(peak_moment),
-        "phase_categories": phase_categories,
+        "phase_categories": {phase: ledger.categories_at(at) for phase, at in _steady_moments(ledger).items()},
         "phase_ends": phase_ends(ledger),
         "levels": by_level(ledger, peak_moment),
         "layers": by_layer(ledger, peak_moment),
@@ -260,10 +231,7 @@ def first_and_steady(steps: list[dict[str, int]]) -> PhaseBytes:
         return {}
     first = steps[0]
     later = steps[1:] or steps
-    phases = {}
-    for phase in PHASES:
-        phases[phase] = {"first": first[phase], "steady": max(step[phase] for step in later)}
-    return phases
+    return {phase: {"first": first[phase], "steady": max(step[phase] for step in later)} for phase in PHASES}
 
 
 def phase_ends(ledger: Ledger) -> PhaseBytes:
@@ -278,11 +246,7 @@ def state_bytes(ledger: Ledger) -> dict[str, int]:
     moments = {name: start for start, name in ledger.marks}  # the last of each name
     before = ledger.categories_at(moments.get("step", 0))
     after = ledger.categories_at(moments.get("end", 0))
-    return {
-        "params": before["params"],
-        "grads": before["grads"],
-        "optimizer": after["optimizer"],
-    }
+    return {"params": before["params"], "grads": before["grads"], "optimizer": after["optimizer"]}
 
 
 class Group(NamedTuple):

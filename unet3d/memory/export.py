@@ -32,10 +32,11 @@ def viewer_snapshot(ledger: Ledger) -> dict[str, list]:
         return {"segments": [], "device_traces": [[]]}
     steps_ended = [0, *accumulate(int(name == "end") for _, name in ledger.marks)]  # before each mark
     frames = [_frames(ledger, storage, steps_ended[storage.phase] + 1) for storage in ledger.storages]
-    alive = []
-    for index, storage in enumerate(ledger.storages):
-        if storage.died is None and storage.bytes:
-            alive.append((addresses[index], frames[index], storage.bytes))
+    alive = [
+        (address, frame, storage.bytes)
+        for address, frame, storage in zip(addresses, frames, ledger.storages, strict=True)
+        if storage.died is None and storage.bytes
+    ]
     return {"segments": [_segment(sorted(alive), end)], "device_traces": [_actions(ledger, addresses, frames, end)]}
 
 
@@ -52,18 +53,12 @@ def _actions(ledger: Ledger, addresses: list[int], frames: list[Frames], end: in
         }
     ]
     for index, change in ledger.events:
-        block = {
-            "addr": addresses[index],
-            "size": abs(change),
-            "stream": 0,
-            "frames": frames[index],
-        }
+        block = {"addr": addresses[index], "size": abs(change), "stream": 0, "frames": frames[index]}
         if change > 0:
             category = ledger.category(ledger.storages[index])
             actions.append({"action": "alloc", **block, "category": category})
         elif change < 0:
-            actions.append({"action": "free_requested", **block})
-            actions.append({"action": "free_completed", **block})
+            actions += [{"action": "free_requested", **block}, {"action": "free_completed", **block}]
     return actions
 
 
@@ -74,8 +69,7 @@ def first_fit(ledger: Ledger) -> list[int]:
     for index, change in ledger.events:
         if change < 0:
             del taken[bisect_left(taken, (addresses[index],))]
-            continue
-        if not change:
+        if change <= 0:
             continue
         address = 0
         for start, end in taken:
@@ -94,13 +88,12 @@ def _segment(alive: list[tuple[int, Frames, int]], end: int) -> dict[str, Any]:
     """
     blocks = []
     cursor = 0
-    for address, frames, size in alive:
+    for address, frames, size in [*alive, (end, [], 0)]:
         if address > cursor:
             blocks.append(_block(cursor, address - cursor, "inactive", []))
-        blocks.append(_block(address, size, "active_allocated", frames))
+        if size:
+            blocks.append(_block(address, size, "active_allocated", frames))
         cursor = address + size
-    if end > cursor:
-        blocks.append(_block(cursor, end - cursor, "inactive", []))
     used = sum(size for _, _, size in alive)
     return {
         "device": 0,

@@ -195,6 +195,11 @@ class LedgerMeter:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self.ledger.claim(tensor, "params", path)
 
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def mark(self, phase: str) -> None:
         """Begin a phase of `train_step`, or "end" the step."""
         if self.steps >= MEASURED_STEPS:  # later steps repeat what was seen

@@ -22,6 +22,11 @@ class Peak(NamedTuple):
         """Return the bytes that a budget limits: tensors on the CPU, what the allocator reserves on CUDA."""
         return max(self.tensors, self.reserved)
 
+    @property
+    def of_allocator(self) -> dict[str, int]:
+        """Return the allocator's bytes as memory.json has them; {} on the CPU."""
+        return {"allocated_bytes": self.allocated, "reserved_bytes": self.reserved} if self.reserved else {}
+
 
 def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
     """Return the peak of the steps of a ledger; for CUDA by a replay of its allocator.

@@ -185,11 +185,8 @@ def validation_peak(
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
     """Raise UserError where windows of the checkpoint at `path` would need more than all memory of the device."""
     device = next(predictor.models[0].parameters()).device
-    needed = _predicted_peak(predictor)
-    if device.type == "cuda":
-        _, memory = torch.cuda.mem_get_info(device)
-    else:
-        memory = host_bytes()
+    needed = _predicted(predictor).peak_requested()
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
     if needed <= memory:
         return
     kind = "tensors and workspaces" if device.type == "cuda" else f"tensors ({COUNTED})"
@@ -209,18 +206,14 @@ def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
 
     Where that is more than `free` bytes, half as many windows see the networks at once, and so on down to one.
     """
-    weights = _weight_bytes(predictor)
+    weights = sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
     device = next(predictor.models[0].parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        needed = _predicted_peak(predictor) - weights
+        needed = _predicted(predictor).peak_requested() - weights
         while needed > free and predictor.batch > 1:
             predictor = replace(predictor, batch=predictor.batch // 2)
-            needed = _predicted_peak(predictor) - weights
+            needed = _predicted(predictor).peak_requested() - weights
     return replace(predictor, window_bytes=needed)
-
-
-def _weight_bytes(predictor: Predictor) -> int:
-    return sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
 
 
 def largest_map(predictor: Predictor) -> int:
@@ -228,22 +221,13 @@ def largest_map(predictor: Predictor) -> int:
     return _predicted(predictor).largest_map()
 
 
-def _predicted_peak(predictor: Predictor) -> int:
-    """Return the most bytes of weights and windows, on a GPU with workspaces of convolutions."""
-    return _predicted(predictor).peak_requested()
-
-
 def _predicted(predictor: Predictor) -> Ledger:
-    """Return the ledger of windows of fake networks in the place of the predictor's."""
+    """Return the ledger of weights and windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         policy = replace(predictor.policy, device_type="cpu", segment_starts=(), program=None, window_program=None)
-        models = []
-        for _ in predictor.models:
-            model = build.model(predictor.options, seed=0)
-            models.append(policy.formatted(model).eval())
-        fake = replace(predictor, models=tuple(models), policy=policy)
-        return _windows(fake, device.type)
+        models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
+        return _windows(replace(predictor, models=models, policy=policy), device.type)
 
 
 def _windows(predictor: Predictor, target: str) -> Ledger:

@@ -13,9 +13,9 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.peak import Peak
 from unet3d.memory.prediction import smallest_validation
+from unet3d.memory.remedies import PASSES, refuse_step
 from unet3d.memory.simulate import fake_model, memoized
 from unet3d.memory.technique import choose_technique, step_peak
-from unet3d.memory.variants import PASSES, refuse_step
 from unet3d.model.geometry import Triple
 from unet3d.training import optim
 
