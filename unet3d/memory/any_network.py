@@ -20,28 +20,14 @@ from torch.optim import AdamW
 from unet3d.base.errors import UserError
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
-from unet3d.memory import tables
+from unet3d.memory import tables, user_step
 from unet3d.memory.allocator import read_settings
 from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.simulate import fake_steps
-from unet3d.memory.user_step import (
-    Example,
-    MakeOptimizer,
-    batch_of,
-    draws_noted,
-    failures_explained,
-    find_schedule,
-    image_explained,
-    learner_of,
-    network_name,
-    on_fake_tensors,
-    policy_of,
-    refuse_network,
-    restored,
-)
+from unet3d.memory.user_step import Example, MakeOptimizer
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 from unet3d.training.policy import MemoryPolicy
@@ -150,18 +136,18 @@ def explain(
     CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks come from steps
     that nothing observes. Raises UserError, and what the model raises.
     """
-    refuse_network(model, depth)
+    user_step.refuse_network(model, depth)
     device = next(model.parameters()).device
     if device.type == "meta":
         raise UserError(f"{type(model).__name__}: weights on meta have no data to measure; use unet3d.memory.predict")
     on_gpu = device.type == "cuda"
-    policy = policy_of(amp, device.type, device.type)
+    policy = user_step.policy_of(amp, device.type, device.type)
     steps = MEASURED_STEPS + UNOBSERVED if on_gpu else MEASURED_STEPS
     draws = torch.random.fork_rng([device] if on_gpu else [])
-    with image_explained(model, example, policy), draws, restored(model):
-        batch = batch_of(model, example, label, device, loss is None)
-        learner = learner_of(model, loss, optimizer, policy)
-        find_schedule(model, batch.image, policy)
+    with user_step.image_explained(model, example, policy), draws, user_step.restored(model):
+        batch = user_step.batch_of(model, example, label, device, loss is None)
+        learner = user_step.learner_of(model, loss, optimizer, policy)
+        user_step.find_schedule(model, batch.image, policy)
         meter = open_meter(model, learner.optimizer)
         meter.ledger.layer = layer_names(model, depth)  # Workspaces on a GPU are noted by layer in the steps.
         with closing(meter):
@@ -192,22 +178,22 @@ def predict(
     and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on
     values.
     """
-    refuse_network(model, depth)
+    user_step.refuse_network(model, depth)
     if "_orig_mod" in model._modules:
         raise UserError(f"{type(model).__name__}: is compiled; give the network before torch.compile")
     model_device = next(model.parameters()).device.type
     target = device or ("cpu" if model_device == "meta" else model_device)
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
-    policy = policy_of(amp, "cpu", target)
+    policy = user_step.policy_of(amp, "cpu", target)
     no_draws = torch.random.fork_rng([])
-    explained = image_explained(model, example, policy)
-    with explained, no_draws, fake_mode(target) as guesses, draws_noted(guesses):
-        batch = batch_of(model, example, label, None, loss is None)
-        fake = on_fake_tensors(model, target)
-        learner = learner_of(fake, loss, optimizer, policy)
-        with failures_explained(guesses):
-            find_schedule(fake, batch.image, policy)
+    explained = user_step.image_explained(model, example, policy)
+    with explained, no_draws, fake_mode(target) as guesses, user_step.draws_noted(guesses):
+        batch = user_step.batch_of(model, example, label, None, loss is None)
+        fake = user_step.on_fake_tensors(model, target)
+        learner = user_step.learner_of(fake, loss, optimizer, policy)
+        with user_step.failures_explained(guesses):
+            user_step.find_schedule(fake, batch.image, policy)
             meter = fake_steps(learner, lambda: [batch], target)
     meter.guesses = guesses
     meter.ledger.layer = layer_names(model, depth)
@@ -222,7 +208,7 @@ def _explanation(model: nn.Module, kind: str, batch: Batch, policy: MemoryPolicy
     device = "cuda" if meter.for_gpu else meter.device.type
     precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
     about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device}"
-    return Explanation(network_name(model), kind, about, meter)
+    return Explanation(user_step.network_name(model), kind, about, meter)
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,11 @@ class ModuleTracker(Observer):
     def __init__(self, model: nn.Module) -> None:
         self.modules = {path or WHOLE: module for path, module in model.named_modules()}
         paths = {id(module): path for path, module in self.modules.items()}
-        self._first_paths: dict[str, str] = {}  # a module's paths, of which it may have several -> the first of them
-        for path, module in model.named_modules(remove_duplicate=False):
-            self._first_paths[path] = paths[id(module)]
+        every_path = model.named_modules(remove_duplicate=False)  # a module may have several
+        self._first_paths = {path: paths[id(module)] for path, module in every_path}
         self._owners: dict[int, str] = {}  # id of a parameter -> path of its module
         for path, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
-                self._owners[id(parameter)] = path
+            self._owners |= dict.fromkeys(map(id, module.parameters(recurse=False)), path)
         self._phase = "forward"
         self._stack: list[str] = []  # modules that were entered and not left
         self._tile_scope: ModuleScope | None = None  # of the layer whose tiles are made, or their gradients

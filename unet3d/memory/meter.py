@@ -33,19 +33,17 @@ class GpuLedger(Ledger):
 
     def requests(self) -> list[tuple[int, int]]:
         """Return the events with those of workspaces, each of which is released at once, and of an emptied cache."""
-        scratch: list[tuple[int, list[tuple[int, int]]]] = []
-        for number, (moment, size) in enumerate(self.workspaces):
+        scratch = defaultdict[int, list[tuple[int, int]]](list)  # by how many events come before
+        for index, (moment, size) in enumerate(self.workspaces, len(self.storages)):
             if size:
-                index = len(self.storages) + number
-                scratch.append((moment, [(index, size), (index, -size)]))
+                scratch[moment] += [(index, size), (index, -size)]
         ends = [moment for moment, name in self.marks if name == "end"]
         if self.empties_cache and len(ends) > 1:
-            scratch.append((ends[-2], [(EMPTY_CACHE, 0)]))
-            scratch.sort(key=lambda item: item[0])
+            scratch[ends[-2]].append((EMPTY_CACHE, 0))
         requests: list[tuple[int, int]] = []
         done = 0
-        for moment, events in scratch:
-            requests += self.events[done:moment] + events
+        for moment in sorted(scratch):
+            requests += self.events[done:moment] + scratch[moment]
             done = moment
         return requests + self.events[done:]
 
@@ -158,10 +156,7 @@ class CudaLedger(Ledger):
     def largest_excesses(self) -> list[dict[str, Any]]:
         """Return one row per layer and phase, the largest first."""
         largest = sorted(self.excesses.items(), key=lambda item: -item[1])
-        rows = []
-        for (layer, phase), size in largest[:MOST_ROWS]:
-            rows.append({"module": layer, "phase": phase, "bytes": size})
-        return rows
+        return [{"module": layer, "phase": phase, "bytes": size} for (layer, phase), size in largest[:MOST_ROWS]]
 
 
 MEASURED_STEPS = 3  # gradients and optimizer state appear in the first, the third repeats the second
@@ -262,19 +257,16 @@ class LedgerMeter:
         return state
 
     def _claim_grads_and_states(self) -> None:
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for path, module in self.tracker.modules.items():
             for parameter in module.parameters(recurse=False):
                 if parameter.grad is not None:
                     self.ledger.claim(parameter.grad, "grads", path)
                 for name, state in self.optimizer.state.get(parameter, {}).items():
                     if isinstance(state, Tensor):
-                        self._claim_state(state, name, path)
-
-    def _claim_state(self, state: Tensor, name: str, path: str) -> None:
-        self.ledger.claim(state, "optimizer", path)
-        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        if self.for_gpu and name == "step" and not is_fused:
-            self.ledger.uncount(state)  # Adam counts its steps on the host, unless one kernel updates all weights
+                        self.ledger.claim(state, "optimizer", path)
+                        if self.for_gpu and name == "step" and not is_fused:
+                            self.ledger.uncount(state)  # Adam counts on the host, unless one kernel updates all weights
 
 
 class CudaMeter(LedgerMeter):

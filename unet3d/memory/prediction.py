@@ -19,6 +19,7 @@ from unet3d.base.progress import counting
 from unet3d.base.types import host_bytes, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
+from unet3d.memory import tables
 from unet3d.memory.allocator import read_settings
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
@@ -26,17 +27,7 @@ from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.remedies import PASSES, Candidate, refuse_over_budget, refuse_over_card
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
-from unet3d.memory.tables import (
-    SavedSchedule,
-    cuda_sizes,
-    guessed,
-    moment,
-    peak_location,
-    predicted_kind,
-    replayed,
-    sentence,
-    with_workspaces,
-)
+from unet3d.memory.tables import SavedSchedule
 from unet3d.memory.technique import choose_technique, saved, step_peak, window_program
 from unet3d.recomputing.plans import PLAIN, Technique, work_line
 from unet3d.recomputing.program import Program
@@ -221,8 +212,8 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         refuse_over_budget(subject.candidate)
         validation = _fit_validation(subject)
         without = subject.without()
-        location = peak_location(subject.entry)
-        print(sentence(location, subject.step.tensors))
+        location = tables.peak_location(subject.entry)
+        print(tables.sentence(location, subject.step.tensors))
         if without:
             peaks = [f"without {option}: {mib(size)}" for option, size in without.items()]
             print(f"{', '.join(peaks)} MiB (predicted)")
@@ -267,12 +258,13 @@ def _warn_of_known_bad(subject: MemoryEstimate) -> None:
 def _print_step(subject: MemoryEstimate) -> None:
     """Print the predicted peak of the step, on CUDA also of its allocator, and what the prediction leaves out."""
     entry = subject.entry
-    peak = f"predicted peak of a step {mib(subject.step.tensors)} MiB ({predicted_kind(entry)}), {moment(entry)}"
-    lines = [f"{subject.parameters:,} parameters; {peak}", guessed(entry), *left_out(subject.config)]
+    kind = tables.predicted_kind(entry)
+    peak = f"predicted peak of a step {mib(subject.step.tensors)} MiB ({kind}), {tables.moment(entry)}"
+    lines = [f"{subject.parameters:,} parameters; {peak}", tables.guessed(entry), *left_out(subject.config)]
     if subject.step.reserved:
         entry |= subject.step.of_allocator
         _, notes = read_settings(os.environ)
-        lines += [with_workspaces(entry), replayed(entry), cuda_sizes(entry), *notes]
+        lines += [tables.with_workspaces(entry), tables.replayed(entry), tables.cuda_sizes(entry), *notes]
     print("\n".join(filter(None, lines)), flush=True)
 
 

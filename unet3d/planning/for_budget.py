@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from math import inf, prod
+from operator import attrgetter
 
 import torch
 
@@ -31,6 +33,7 @@ SLOWER_BY_AMP = 1.1  # Times float32's time, at most, for half the bytes of acti
 LEAN_OF_TILES = 1.15  # Bytes of a step with recompute=lean, at least, for each of recompute=tiles.
 SHARE_BY_TILES = 0.25  # First guess of the bytes a voxel that recompute=tiles leaves of the plain step's.
 LARGE_PART = 0.8  # Of the budget: where less is used, a line says why.
+OF_STEP = ("batch", "accumulate", "recompute", "ckpt")
 WEIGHTS = "a quarter of the budget does not hold weights, gradients and the optimizer's state"
 
 
@@ -123,21 +126,18 @@ def choose_step(draft: Draft) -> None:
     Raises UserError where no patch fits.
     """
     sizes = _sizes(draft)
-    rates = _seconds_a_voxel(draft, sizes)
-    width, reason_of_width = _first_width(draft, sizes, rates)
-    rate = rates.get(width)
-    sizes_in_time = _in_time(draft, sizes, rate)
+    width, reason_of_width, rate = _first_width(draft, sizes)
+    sizes_in_time = sizes
+    if rate is not None and draft.seconds is not None:
+        most_voxels = draft.seconds / LEAST_STEPS / (LEAST_BATCH * rate)
+        sizes_in_time = [size for size in sizes if size.voxels <= most_voxels] or sizes[-1:]
     step, size = _largest_step(draft, width, sizes_in_time)
     limit = "larger patches come before more of them"
     if size == sizes_in_time[0]:
         step, limit = _grown(draft, step, rate)
     config = step.config
-    draft.set("model.features", config.model.features)
-    draft.set("model.kernels", config.model.kernels)
-    draft.set("model.strides", config.model.strides)
-    draft.set("data.patch", config.data.patch)
-    for name in ("batch", "accumulate", "recompute", "ckpt"):
-        draft.set(name, getattr(config, name))
+    for name in ("model.features", "model.kernels", "model.strides", "data.patch", *OF_STEP):
+        draft.set(name, attrgetter(name)(config))
     draft.set("budget", config.budget or draft.config.budget)
     _decide_network(draft, size.levels, width, reason_of_width)
     unused = _decide_patch(draft, size, sizes_in_time, sizes)
@@ -148,34 +148,30 @@ def choose_step(draft: Draft) -> None:
     _promise(draft, step, unused)
 
 
-def _seconds_a_voxel(draft: Draft, sizes: Sequence[SizedPatch]) -> dict[int, float]:
-    """Return the seconds of a step for each voxel of its batch, by first width, measured on a small patch.
+def _first_width(draft: Draft, sizes: Sequence[SizedPatch]) -> tuple[int, str, float | None]:
+    """Return the channels of the first level, the most for which memory and time allow, why, and the pace with them.
 
-    {} without a time, or where the device is not here.
+    The pace is the seconds of a step for each voxel of its batch, measured on a small patch; None without a time, or
+    where the device is not here.
     """
-    if draft.seconds is None or not timing.is_here(draft.config):
-        return {}
     small = _small(sizes)
+    is_timed = draft.seconds is not None and timing.is_here(draft.config)
+
+    @cache
+    def pace(width: int) -> float:
+        config = by_schedule(with_patch(draft, width, small), "none")
+        return timing.measured_step(replace(config, batch=1, accumulate=1)) / small.voxels
+
     widths = _first_widths(draft)
     if draft.is_given("model.features"):
-        widths = widths[:1]
-    rates = {}
-    for width in widths:
-        config = by_schedule(with_patch(draft, width, small), "none")
-        seconds = timing.measured_step(replace(config, batch=1, accumulate=1))
-        rates[width] = seconds / small.voxels
-    return rates
-
-
-def _first_width(draft: Draft, sizes: Sequence[SizedPatch], rates: dict[int, float]) -> tuple[int, str]:
-    """Return the channels of the first level, the most for which memory and time allow, and why."""
-    if draft.is_given("model.features"):
-        return FIRST_WIDTHS[0], "as given"
-    widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
+        return FIRST_WIDTHS[0], "as given", pace(widths[0]) if is_timed else None
+    narrowest = widths[-1]
+    widths = [width for width in widths if width >= FIRST_ON_CPU]
     reason = ""
-    if rates and draft.seconds is not None:
+    if is_timed and draft.seconds is not None:
         voxels = LEAST_STEPS * BATCHES[draft.device] * sizes[0].voxels
-        widths = [width for width in widths if draft.seconds >= voxels * rates[width]] or widths[-1:]
+        most = draft.seconds / voxels
+        widths = [width for width in widths if pace(width) <= most] or widths[-1:]
         time = f"{LEAST_STEPS} steps in {duration(draft.seconds)}"
         reason = f"the widest that allow {time} (measured on a small patch), not below {FIRST_ON_CPU}"
     elif draft.device == "cpu":
@@ -183,21 +179,14 @@ def _first_width(draft: Draft, sizes: Sequence[SizedPatch], rates: dict[int, flo
         reason = "on a CPU half of nnU-Net's: a quarter of the work; time= may allow more"
     middle = sizes[len(sizes) // 2]
     limit = STATE_SHARE * draft.budget
-    for width in (*widths, _first_widths(draft)[-1]):
+    for width in (*widths, narrowest):
         if state_bytes(with_patch(draft, width, middle)) <= limit:
             break
     if width < FIRST_ON_CPU:
-        return width, f"{WEIGHTS} of wider levels"
-    narrower = f"narrower than nnU-Net's: {WEIGHTS} of those"
-    return width, reason or ("as nnU-Net's" if width == FIRST_WIDTHS[0] else narrower)
-
-
-def _in_time(draft: Draft, sizes: list[SizedPatch], rate: float | None) -> list[SizedPatch]:
-    """Return the patches of which the given time allows enough steps; the smallest where it allows none."""
-    if rate is None or draft.seconds is None:
-        return sizes
-    most_voxels = draft.seconds / LEAST_STEPS / (LEAST_BATCH * rate)
-    return [size for size in sizes if size.voxels <= most_voxels] or sizes[-1:]
+        reason = f"{WEIGHTS} of wider levels"
+    elif not reason:
+        reason = "as nnU-Net's" if width == FIRST_WIDTHS[0] else f"narrower than nnU-Net's: {WEIGHTS} of those"
+    return width, reason, pace(width) if is_timed else None
 
 
 def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tuple[Step, SizedPatch]:
@@ -408,9 +397,5 @@ def _promise(draft: Draft, step: Step, unused: str) -> None:
     if step.limited < LARGE_PART * draft.budget:
         reason += f"; {mib(draft.budget - step.limited)} MiB stay unused: {unused}"
     draft.decide("peak", f"{mib(step.limited)} MiB", reason)
-    draft.promise["device"] = draft.device
-    draft.promise["peak_bytes"] = step.peak.tensors
-    if step.peak.reserved:
-        draft.promise["allocated_bytes"] = step.peak.allocated
-        draft.promise["reserved_bytes"] = step.peak.reserved
+    draft.promise |= {"device": draft.device, "peak_bytes": step.peak.tensors, **step.peak.of_allocator}
     draft.promise["validation_bytes"] = step.validation_bytes

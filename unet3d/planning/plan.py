@@ -15,8 +15,7 @@ from unet3d.model.architecture import COARSE, FINER_PERCENTILE, median_shape, ta
 from unet3d.planning.draft import Draft, changed, sizes_text
 from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.for_budget import choose_precision, choose_step
-from unet3d.planning.nnunet import nnunet_plan
-from unet3d.planning.patches import plain_sizes
+from unet3d.planning.patches import nnunet_plan, plain_sizes
 from unet3d.planning.timing import choose_steps
 
 ACTIVATION = "leaky_relu"
