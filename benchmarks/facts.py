@@ -89,12 +89,12 @@ def forum() -> Iterator[tuple[str, float]]:
 
 def _half(name: str, batch: int) -> MemoryEstimate:
     config = compose.compose([f"model={name}", "data.patch=[320,150,26]", "optim=adam", f"batch={batch}"])
-    return MemoryEstimate(name, config, config.model, torch.float16, STEPS_FOR_PEAK)
+    return MemoryEstimate(config, config.model, name=name, dtype=torch.float16, steps=STEPS_FOR_PEAK)
 
 
 def _weights_and_images(net: MemoryEstimate) -> int:
     with fake_mode():
-        image = fake_batch(net.config, net.options, net.dtype).image.nbytes
+        image = fake_batch(net.config, net.model, net.dtype).image.nbytes
     return image + sum(p.nbytes for p in net.meter.model.parameters())
 
 
@@ -126,7 +126,7 @@ def layers() -> Iterator[tuple[str, float]]:
 def swish() -> Iterator[tuple[str, float]]:
     """The same network with Swish as two operations and as one that keeps its input alone, batch 8."""
     plain, lean = (
-        MemoryEstimate("unet_small", config, replace(config.model, in_channels=1, classes=4), steps=STEPS_FOR_PEAK)
+        MemoryEstimate(config, replace(config.model, in_channels=1, classes=4), name="unet_small", steps=STEPS_FOR_PEAK)
         for config in (compose.compose(["batch=8", f"model.activation={name}"]) for name in ("swish", "swish_lean"))
     )
     yield "Swish that keeps only its input: saves of the peak", 100 * (1 - lean.step.tensors / plain.step.tensors)

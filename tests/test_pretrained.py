@@ -338,7 +338,7 @@ def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path
 def test_memory_of_a_frozen_start_is_predicted_without_a_run(net: Path) -> None:
     given = words(net, "data.label_map={1:[1,2]}", "optim.init_lr=0")
     found = estimate(with_init_names(given), half=False)
-    head = 4 * (found.options.features[0] * 2 + 2)  # bytes: a weight for each channel and class, a bias for each class
+    head = 4 * (found.model.features[0] * 2 + 2)  # bytes: a weight for each channel and class, a bias for each class
     assert found.entry["state"]["grads"] == head and with_init_names(given[:-1]) == given[:-1]
 
 

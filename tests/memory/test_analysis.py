@@ -32,13 +32,13 @@ FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 def estimate(*overrides: str) -> MemoryEstimate:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
-    return MemoryEstimate("net", config, config.model, steps=STEPS_FOR_PEAK)
+    return MemoryEstimate(config, config.model, steps=STEPS_FOR_PEAK)
 
 
 @cache
 def forum() -> MemoryEstimate:
     config = compose.compose(FORUM)
-    return MemoryEstimate("forum_mid", config, config.model, steps=STEPS_FOR_PEAK)
+    return MemoryEstimate(config, config.model, name="forum_mid", steps=STEPS_FOR_PEAK)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_the_forum_is_answered() -> None:
     subject = forum()
     location, narrower = tables.peak_location(subject.entry), narrowed(subject)
     assert (location["level"], location["mostly"]) == (0, "activations")
-    assert narrower[0].options.features == [32, 128, 256, 256] and narrower[0].step.tensors < 0.7 * subject.step.tensors
+    assert narrower[0].model.features == [32, 128, 256, 256] and narrower[0].step.tensors < 0.7 * subject.step.tensors
     assert narrower[3].step.tensors > 0.98 * subject.step.tensors and narrower[3].parameters < 0.8 * subject.parameters
     said = sentence(
         {**location, "override": "WIDTHS", "halved_peak_bytes": narrower[0].step.tensors}, subject.step.tensors

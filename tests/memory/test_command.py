@@ -98,7 +98,7 @@ def test_a_network_has_relatives_unless_its_widths_are_set(words: list[str], rel
 def test_a_network_of_the_users_own_has_no_widths_and_no_relatives() -> None:
     """It has no levels, so its options name no features."""
     subject = estimate(["model=unet_tiny", *NET], half=False)
-    own = replace(subject, options=replace(subject.options, features=[]))
+    own = replace(subject, model=replace(subject.model, features=[]))
     assert family(own, []) == [own] and not narrowed(own)
 
 

@@ -163,7 +163,7 @@ def test_outputs_of_layers_are_counted_under_the_same_policy() -> None:
     of_layers = {}
     for device in ("cpu", "cuda"):
         options = tiny("amp=true", f"device={device}")
-        found = usual_estimates(MemoryEstimate("net", options, options.model))
+        found = usual_estimates(MemoryEstimate(options, options.model))
         of_layers[device] = found["hooks: 16 B/parameter + outputs of layers"]
     assert of_layers["cpu"] > of_layers["cuda"]
 

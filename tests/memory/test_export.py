@@ -26,7 +26,7 @@ VIEWER_KNOWS = {
 def simulated(*overrides: str) -> Ledger:
     config = compose.compose(list(overrides))
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 4
-    return MemoryEstimate("net", config, config.model).ledger
+    return MemoryEstimate(config, config.model).ledger
 
 
 @pytest.fixture(scope="module")

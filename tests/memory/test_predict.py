@@ -131,7 +131,7 @@ def test_every_named_network_is_predicted_to_the_byte(name: str) -> None:
 @pytest.mark.slow
 def test_a_prediction_chooses_segments_as_a_run_does() -> None:
     options = config("ckpt=3")
-    meter = MemoryEstimate("net", options, options.model).meter
+    meter = MemoryEstimate(options, options.model).meter
     measured = measure(options, choose_technique(options, options.model), MEASURED_STEPS)
     assert meter.summary() == measured
 

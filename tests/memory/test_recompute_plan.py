@@ -253,7 +253,7 @@ def test_what_fits_a_budget_may_be_a_schedule_for_it() -> None:
     tiles = peak_of("recompute=tiles")
     budget = (lean + tiles) // 2
     asked = config(f"budget={budget / MIB:.6f}MiB", "amp_dtype=bf16")
-    front, _ = find_fit(Candidate((), "nothing", asked, asked.model), budget)
+    front, _ = find_fit(Candidate(asked, asked.model), budget)
     ways = {row.overrides: row for row in front}
     assert any("recompute=auto" in words for words in ways)
     for words, row in ways.items():

@@ -30,7 +30,7 @@ def meter() -> LedgerMeter:
     """The meter of some simulated steps of a small network."""
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]"])
     config.model.in_channels, config.model.classes = 2, 3
-    return MemoryEstimate("net", config, config.model).meter
+    return MemoryEstimate(config, config.model).meter
 
 
 def entry_of(layers: dict[str, int | None]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_checkpointing_changes_no_bit_in_half_precision(force: Callable, dtype: 
 def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -> None:
     force(has_kernels=False, slab_bytes=2**16)
     config, model, batch = network("amp=true", "ckpt=2")
-    expected = MemoryEstimate("net", config, config.model).entry
+    expected = MemoryEstimate(config, config.model).entry
     policy = build.policy(config, "cpu", choose_technique(config, config.model))
     optimizer = optim.optimizer(config.optim, model)
     meter = open_meter(model, optimizer)

@@ -164,7 +164,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
             panels[WORK][name].append((work, peak))
     for name, point in track(points, "points, at most", at_most):
         subject = point.estimate
-        if not remedies.is_allowed(subject.config, subject.options):
+        if not remedies.is_allowed(subject.config, subject.model):
             continue
         rows.append((point.axis, point.x, name, point.overrides, subject.parameters, subject.step.tensors))
         panels[point.axis][name].append((point.x, subject.step.tensors))
@@ -183,13 +183,13 @@ def _of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
     if subject.technique.program is None:
         return []
     plain = replace(subject.config, recompute="none")
-    return [(1.0, step_peak(plain, subject.options).tensors), *sizes_of_schedules(subject)]
+    return [(1.0, step_peak(plain, subject.model).tensors), *sizes_of_schedules(subject)]
 
 
 def _points(subject: MemoryEstimate) -> Iterator[Point]:
     """Vary the batch size, the widths and the patch; not the patch where `auto` depends on it."""
     config = subject.config
-    model_config = subject.options
+    model_config = subject.model
     for batch in BATCHES:
         varied = replace(subject, config=replace(config, batch=batch))
         yield Point("batch size", batch, f"batch={batch}", varied)
@@ -197,7 +197,7 @@ def _points(subject: MemoryEstimate) -> Iterator[Point]:
     for scale in SCALES if levels else ():
         scaled = remedies.resized(model_config, partial(scaled_width, scale, levels))
         overrides = " ".join(remedies.width_overrides(scaled))
-        yield Point("first width (channels)", scaled.features[0], overrides, replace(subject, options=scaled))
+        yield Point("first width (channels)", scaled.features[0], overrides, replace(subject, model=scaled))
     depends_on_patch = "auto" in (config.model.kernels, config.model.strides)
     for scale in (1,) if depends_on_patch else SIZES:
         patch = [max(1, round(length * scale)) for length in config.data.patch]
@@ -213,13 +213,12 @@ def print_fit(overrides: Sequence[str]) -> None:
     if given is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    asked = remedies.Candidate((), "nothing", subject.config, subject.options)
-    options, best = remedies.find_fit(asked, limit)
+    options, best = remedies.find_fit(subject, limit)
     every = math.ceil(len(options) / ROWS_SHOWN)
     rows = [_row_of_fit(option, limit) for option in options[::every]]
     table = Table(["peak (MiB, predicted)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Options, cheapest change first", table))
-    for reason in remedies.untried(asked):
+    for reason in remedies.untried(subject):
         print(escaped(f"not tried: {reason}"))
     if best.step.limited > limit:
         smallest = f"the smallest peak is {mib(best.step.tensors)} MiB{best.reserves}"
@@ -233,8 +232,8 @@ def _row_of_fit(option: remedies.Candidate, limit: int) -> list[str]:
     return [
         mib(option.step.tensors),
         "yes" if option.step.limited <= limit else "",
-        f"{option.step_recompute_fraction:+.0%}",
-        str(option.segments) if option.segments > 1 else "",
+        f"{option.repeated:+.0%}",
+        str(len(option.technique.segment_starts) or ""),
         "" if option.changes == "nothing" else option.changes,
         " ".join(option.overrides),
     ]

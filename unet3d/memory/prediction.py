@@ -25,7 +25,7 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.peak import Peak, peak_of
-from unet3d.memory.remedies import PASSES, Candidate, refuse_over_budget, refuse_over_card
+from unet3d.memory.remedies import Candidate, refuse_over_budget, refuse_over_card
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.tables import SavedSchedule
 from unet3d.memory.technique import choose_technique, saved, step_peak, window_program
@@ -37,26 +37,24 @@ ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """One network at one patch, batch and policy. `dtype` is the type of weights and images.
+class MemoryEstimate(Candidate):
+    """One network at one patch, batch and policy, with the ledger of its steps. `dtype` is that of weights and images.
 
     STEPS_FOR_PEAK steps are enough for a peak.
     """
 
-    name: str
-    config: Config
-    options: Model
+    name: str = "run"
     dtype: torch.dtype = torch.float32
     steps: int = MEASURED_STEPS
     before: SavedSchedule | None = None  # of the run that is resumed
 
     @cached_property
     def technique(self) -> Technique:
-        return choose_technique(self.config, self.options, self.dtype, self.before)
+        return choose_technique(self.config, self.model, self.dtype, self.before)
 
     @cached_property
     def meter(self) -> LedgerMeter:
-        return simulate(self.config, self.options, self.technique, self.dtype, steps=self.steps)
+        return simulate(self.config, self.model, self.technique, self.dtype, steps=self.steps)
 
     @property
     def ledger(self) -> Ledger:
@@ -80,19 +78,7 @@ class MemoryEstimate:
         """Return the peak without each memory option that the step uses, in bytes."""
         if self.dtype is not torch.float32:
             return {}
-        return peaks_without(self.config, self.options, self.technique)
-
-    @property
-    def candidate(self) -> Candidate:
-        """Return the step as a search for what fits sees it."""
-        return Candidate(
-            overrides=(),
-            changes="nothing",
-            config=self.config,
-            model=self.options,
-            step=self.step,
-            step_recompute_fraction=self.technique.forward_recompute_fraction / PASSES,
-        )
+        return peaks_without(self.config, self.model, self.technique)
 
 
 def peaks_without(config: Config, model_config: Model, technique: Technique) -> dict[str, int]:
@@ -133,10 +119,10 @@ def usual_estimates(subject: MemoryEstimate) -> dict[str, int]:
 
     with fake_mode(build.device_type(subject.config)):
         policy = build.policy(subject.config, "cpu")
-        model = fake_model(subject.config, subject.options, subject.dtype)
+        model = fake_model(subject.config, subject.model, subject.dtype)
         for module in model.modules():
             module.register_forward_hook(count)
-        policy.forward(model, fake_batch(subject.config, subject.options, subject.dtype).image)
+        policy.forward(model, fake_batch(subject.config, subject.model, subject.dtype).image)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     last_starts = {name: start for start, name in subject.ledger.marks}
     saved = subject.ledger.categories_at(last_starts["backward"])["activations"]
@@ -163,7 +149,7 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
         raise UserError("--half makes the whole network half precision, which leaves nothing to amp=true; drop one")
     model_config = build.model_config_from_headers(config)
     name = model_config.path or composed.choice("model")
-    return MemoryEstimate(name, config, model_config, torch.float16 if half else torch.float32)
+    return MemoryEstimate(config, model_config, name=name, dtype=torch.float16 if half else torch.float32)
 
 
 class Validation(NamedTuple):
@@ -203,13 +189,13 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         build.device(config)
     is_cuda = build.device_type(config) == "cuda"
     steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
-    subject = MemoryEstimate("run", config, model_config, steps=steps, before=before)
+    subject = MemoryEstimate(config, model_config, steps=steps, before=before)
     with counting("predicting memory", 2) as counter:
         if is_cuda:
             _warn_of_known_bad(subject)
         counter.advance()
         _print_step(subject)
-        refuse_over_budget(subject.candidate)
+        refuse_over_budget(subject)
         validation = _fit_validation(subject)
         without = subject.without()
         location = tables.peak_location(subject.entry)
@@ -240,8 +226,8 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         "without": without,
         "segments": segments,
     }
-    if subject.options.output_regions is not None:
-        memory["regions"] = len(subject.options.output_regions.labels)
+    if subject.model.output_regions is not None:
+        memory["regions"] = len(subject.model.output_regions.labels)
     if schedule is not None:
         memory["schedule"] = schedule._asdict()
     return Preflight(technique.segment_starts, schedule, memory)
@@ -287,14 +273,14 @@ def _fit_validation(subject: MemoryEstimate) -> Validation:
     optimizer_bytes: int = subject.entry["state"]["optimizer"]
     step_bytes = subject.step.tensors
     windows = build.windows(config, [subject.meter.model])
-    validation = smallest_validation(config, subject.options, subject.technique, step_bytes, optimizer_bytes, windows)
+    validation = smallest_validation(config, subject.model, subject.technique, step_bytes, optimizer_bytes, windows)
     if build.device_type(config) != "cuda" or config.dry_run:
         return validation
     free, total = torch.cuda.mem_get_info(build.device(config))
     if validation.bytes > free and config.inference.batch == "auto" and windows > 1:  # a run then sees fewer at once
         single = replace(config, inference=replace(config.inference, batch=1))
-        validation = Validation(validation_peak(single, subject.options, optimizer_bytes), 1)
-    refuse_over_card(subject.candidate, validation.bytes, validation.windows, free, total)
+        validation = Validation(validation_peak(single, subject.model, optimizer_bytes), 1)
+    refuse_over_card(subject, validation.bytes, validation.windows, free, total)
     return validation
 
 

@@ -6,9 +6,10 @@ Other ways to take a config's step are memory options, smaller networks and patc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, product
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from unet3d import build
 from unet3d.base.errors import UserError
@@ -20,7 +21,6 @@ from unet3d.config.schema import LOSSES, Config, Model, options_with
 from unet3d.memory import breakdown
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.peak import Peak
-from unet3d.memory.simulate import memoized
 from unet3d.memory.tables import NAMES
 from unet3d.memory.technique import choose_technique, step_peak
 from unet3d.recomputing.plans import Technique
@@ -40,45 +40,41 @@ PATIENCE = 20.0  # seconds of search after out of memory
 HEAD = f"what would need less (predicted)\n{'peak MiB':>12} {'saves MiB':>10} {'more FLOPs':>10}  changes"
 
 
-class Candidate(NamedTuple):
-    """A way to take the step: what it changes, and what it needs."""
+@dataclass(frozen=True)
+class Candidate:
+    """A way to take the step: what it changes, and what it needs, which is simulated when it is first asked for.
 
-    overrides: tuple[str, ...]  # to add to the command line
-    changes: str  # in the result, a key of CHANGES
+    Raises UserError then where its network does not have the technique.
+    """
+
     config: Config
     model: Model
-    step: Peak = Peak(0)
-    step_recompute_fraction: float = 0  # convolution FLOPs computed twice, as a share of a step's
-    segments: int = 1
+    overrides: tuple[str, ...] = ()  # to add to the command line
+    changes: str = "nothing"  # in the result, a key of CHANGES
+
+    @cached_property
+    def technique(self) -> Technique:
+        """Return how the step saves memory."""
+        return choose_technique(self.config, self.model)
+
+    @cached_property
+    def step(self) -> Peak:
+        """Return the most bytes at once."""
+        return step_peak(self.config, self.model, self.technique)
+
+    @property
+    def repeated(self) -> float:
+        """Return the convolution FLOPs that are computed twice, as a share of a step's."""
+        return self.technique.forward_recompute_fraction / PASSES
 
     @property
     def reserves(self) -> str:
         """Return words to add to the peak: what the allocator reserves for it; "" on the CPU."""
-        if not self.step.reserved:
-            return ""
-        return f", reserves {mib(self.step.reserved)} MiB"
+        return f", reserves {mib(self.step.reserved)} MiB" if self.step.reserved else ""
 
     def cost(self) -> tuple[int, float, int, int]:
         """Return the order of preference: the same result, then less recomputation, then fewer overrides."""
-        return CHANGES[self.changes], self.step_recompute_fraction, len(self.overrides), self.step.tensors
-
-
-@memoized
-def simulated(candidate: Candidate) -> Candidate:
-    """Return the candidate as a run takes it: with what it recomputes, and the peak of its second step.
-
-    Raises UserError where its network does not have the technique.
-    """
-    technique = choose_technique(candidate.config, candidate.model)
-    return with_price(candidate, technique)._replace(step=step_peak(candidate.config, candidate.model, technique))
-
-
-def with_price(candidate: Candidate, technique: Technique) -> Candidate:
-    """Return the candidate with what it recomputes by a technique."""
-    return candidate._replace(
-        step_recompute_fraction=technique.forward_recompute_fraction / PASSES,
-        segments=max(1, len(technique.segment_starts)),
-    )
+        return CHANGES[self.changes], self.repeated, len(self.overrides), self.step.tensors
 
 
 def ways(asked: Candidate) -> Iterator[Candidate]:
@@ -106,14 +102,9 @@ def _allowed(asked: Candidate, changed: Config, model: Model, activation: str = 
         return
     config = asked.config
     added = []
-    if changed.amp != config.amp:
-        added.append("amp=true")
-    if changed.batch != config.batch:
-        added += [f"batch={changed.batch}", f"accumulate={changed.accumulate}"]
-    if changed.recompute != config.recompute:
-        added.append(f"recompute={changed.recompute}")
-    if changed.ckpt != config.ckpt:
-        added.append(f"ckpt={changed.ckpt}")
+    for name in ("amp", "batch", "accumulate", "recompute", "ckpt"):
+        if getattr(changed, name) != getattr(config, name):
+            added.append(f"{name}={getattr(changed, name)}".lower())
     if activation:
         added.append(activation)
     changes = "nothing"
@@ -121,7 +112,7 @@ def _allowed(asked: Candidate, changed: Config, model: Model, activation: str = 
         changes = "rounding"
     if changed.batch != config.batch and depends_on_batch(config, model):
         changes = "statistics"
-    yield Candidate(replaced(asked.overrides, added), changes, changed, model)
+    yield Candidate(changed, model, replaced(asked.overrides, added), changes)
 
 
 def least_share(asked: Candidate, way: Candidate) -> float:
@@ -157,7 +148,8 @@ def single_techniques(asked: Candidate) -> list[Candidate]:
     candidates = []
     for way in track(new, "memory options", len(new)):
         with suppress(UserError):  # a user's network that is no sequence of stages
-            candidates.append(simulated(way))
+            _ = way.step  # simulates
+            candidates.append(way)
     return candidates
 
 
@@ -172,7 +164,7 @@ def halves(candidate: Candidate) -> Iterator[Candidate]:
         narrower = resized(model, lambda level, width: max(1, width // 2))
         if min(model.features, default=0) >= 2 * SMALLEST and is_allowed(config, narrower):
             overrides = replaced(candidate.overrides, width_overrides(narrower))
-            candidate = candidate._replace(overrides=overrides, changes="the network", model=narrower)
+            candidate = Candidate(config, narrower, overrides, "the network")
         else:
             patch = list(config.data.patch)
             longest = patch.index(max(patch))
@@ -182,7 +174,7 @@ def halves(candidate: Candidate) -> Iterator[Candidate]:
             if not is_fixed or patch[longest] < SMALLEST or not is_allowed(smaller, model):
                 return
             overrides = replaced(candidate.overrides, [list_override("data.patch", patch)])
-            candidate = candidate._replace(overrides=overrides, changes="the patch", config=smaller)
+            candidate = Candidate(smaller, model, overrides, "the patch")
         yield candidate
 
 
@@ -269,9 +261,10 @@ def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]
     with counting("memory options, at most", len(all_ways)) as counter:
 
         def measure(way: Candidate) -> int:
-            tried.append(simulated(way))
+            needed = way.step.limited
+            tried.append(way)
             counter.advance()
-            return tried[-1].step.limited
+            return needed
 
         def attempts() -> Iterator[list[Candidate]]:
             yield from _groups_by_cost(likely)
@@ -308,12 +301,12 @@ def _groups_by_cost(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]
         return CHANGES[candidate.changes], recomputes
 
     for _, group in groupby(sorted(candidates, key=group_of), key=group_of):
-        priced = []
+        costs = []
         for candidate in group:
             with suppress(UserError):
                 technique = choose_technique(candidate.config, candidate.model, is_estimate=True)
-                priced.append(with_price(candidate, technique))
-        yield sorted(priced, key=Candidate.cost)
+                costs.append((technique.forward_recompute_fraction, len(candidate.overrides), candidate))
+        yield [candidate for *_, candidate in sorted(costs, key=lambda cost: cost[:2])]
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -376,7 +369,7 @@ def _lines(asked: Candidate, rows: Iterable[Candidate]) -> Iterator[str]:
         if row is not asked:
             saves = mib(asked.step.tensors - row.step.tensors)
             changes = f"{row.changes + ':':<12} {' '.join(row.overrides)}"
-        yield f"  {mib(row.step.tensors):>10} {saves:>10} {row.step_recompute_fraction:>10.0%}  {changes}"
+        yield f"  {mib(row.step.tensors):>10} {saves:>10} {row.repeated:>10.0%}  {changes}"
 
 
 def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIENCE) -> Iterator[str]:
@@ -387,11 +380,11 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     """
     until = time.monotonic() + seconds
     until_new = until - seconds / 2  # what a resumed run may change leaves as much time for the rest
-    asked = simulated(Candidate((), "nothing", config, model_config))
+    asked = Candidate(config, model_config)
     no_budget = () if config.budget is None else ("budget=null",)
-    free = asked._replace(overrides=no_budget, config=replace(config, budget=None))
+    free = replace(asked, overrides=no_budget, config=replace(config, budget=None))
     if config.recompute == "auto":
-        free = free._replace(config=replace(free.config, recompute="tiles"), overrides=(*no_budget, "recompute=tiles"))
+        free = replace(free, config=replace(free.config, recompute="tiles"), overrides=(*no_budget, "recompute=tiles"))
     fixed = options_with("fixed").keys()
     resumable = [free]
     others: list[Candidate] = []
@@ -420,11 +413,10 @@ def _lower(candidates: Iterable[Candidate], size: int, until: float, most: int |
         if time.monotonic() > until or found == most:
             return
         with suppress(UserError):
-            row = simulated(candidate)
-            if row.step.tensors < size:
-                size = row.step.tensors
+            if candidate.step.tensors < size:
+                size = candidate.step.tensors
                 found += 1
-                yield row
+                yield candidate
 
 
 def oom_moment(ledger: Ledger) -> Iterator[str]:
