@@ -16,7 +16,7 @@ from unet3d.base.types import Batch
 from unet3d.cli.memory_of_config import narrowed
 from unet3d.config import compose
 from unet3d.memory import breakdown, tables
-from unet3d.memory.breakdown import Levels
+from unet3d.memory.breakdown import Levels, peak_moment
 from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.prediction import MemoryEstimate, usual_estimates
@@ -181,7 +181,7 @@ def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -
 
 def test_held_at_the_peak_is_everything_alive() -> None:
     subject = estimate()
-    moment = subject.ledger.peak_moment()
+    moment = peak_moment(subject.ledger)
     groups = breakdown.held(subject.ledger, moment)
     assert sum(group.bytes for group in groups) == subject.step.tensors
     assert sum(group.number for group in groups) == len(subject.ledger.alive_at(moment))

@@ -25,6 +25,7 @@ from unet3d.memory import peak as of_ledger
 from unet3d.memory import prediction
 from unet3d.memory.allocator import Settings
 from unet3d.memory.fake_tensors import cuda_autocast, fake_mode
+from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import STEPS_FOR_PEAK, GpuLedger
 from unet3d.memory.prediction import MemoryEstimate, usual_estimates
 from unet3d.memory.simulate import simulate
@@ -59,7 +60,7 @@ def tiny(*overrides: str) -> Config:
 
 
 def peak(options: Config) -> int:
-    return simulate(options, options.model, steps=STEPS_FOR_PEAK).ledger.peak_bytes()
+    return most_held(simulate(options, options.model, steps=STEPS_FOR_PEAK).ledger.events)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -176,7 +176,7 @@ def _of_the_peak(subject: MemoryEstimate, sentence: str) -> Iterator[Section]:
 
 def _groups(subject: MemoryEstimate) -> Table:
     """Return the largest groups of equal tensors at the peak."""
-    groups = breakdown.held(subject.ledger, subject.ledger.peak_moment())[:GROUPS_SHOWN]
+    groups = breakdown.held(subject.ledger, breakdown.peak_moment(subject.ledger))[:GROUPS_SHOWN]
     rows = []
     for group in groups:
         tensors = f"{group.number} x {group.shape} {group.dtype}"

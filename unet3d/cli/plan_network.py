@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if peak_of is not None:
         if padded(peak_of) != peak_of:
             raise UserError(f"--peak-of {shown(peak_of)}: the network takes {shown(padded(peak_of))}, say")
-        peak = search.peak(PLAIN_IN_HALF, peak_of, 0)
+        peak = search.needs(PLAIN_IN_HALF, peak_of, 0)
         budgets = [peak.limited]
         rows.append(["", _words(config, PLAIN_IN_HALF), shown(peak_of), "1.00x", *_sizes(peak, forms), "", ""])
     series = [] if proportions == CUBE else [patches_of_network(padded)]
@@ -117,10 +117,10 @@ def _row(
         row += ["none", "", *("" for _ in forms)]
     else:
         voxels = f"{prod(patch) / prod(peak_of):.2f}x" if peak_of else f"{prod(patch):,}"
-        row += [shown(patch), voxels, *_sizes(search.peak(schedule, patch, budget), forms)]
+        row += [shown(patch), voxels, *_sizes(search.needs(schedule, patch, budget), forms)]
     if larger is None:
         return [*row, "too long", ""]
-    return [*row, shown(larger), mib(search.peak(schedule, larger, budget).limited)]
+    return [*row, shown(larger), mib(search.needs(schedule, larger, budget).limited)]
 
 
 def _words(config: Config, schedule: "Schedule") -> str:

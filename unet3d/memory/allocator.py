@@ -44,8 +44,9 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
     reserved = 0
     for index, change in events:
         allocator.apply(index, change)
-        allocated = max(allocated, allocator.allocated_bytes)
-        reserved = max(reserved, allocator.reserved_bytes)
+        now_allocated, now_reserved = allocator.sizes()
+        allocated = max(allocated, now_allocated)
+        reserved = max(reserved, now_reserved)
     return allocated, reserved
 
 
@@ -149,9 +150,9 @@ class Allocator:
         self.held: dict[int, tuple[Pool, Block]] = {}
         self.allocated_bytes = 0
 
-    @property
-    def reserved_bytes(self) -> int:
-        return self.small.reserved_bytes + self.large.reserved_bytes
+    def sizes(self) -> tuple[int, int]:
+        """Return the bytes that are allocated, and reserved."""
+        return self.allocated_bytes, self.small.reserved_bytes + self.large.reserved_bytes
 
     def apply(self, index: int, change: int) -> None:
         """Take or release what an event of a ledger says; a change of 0 is neither."""

@@ -22,7 +22,7 @@ from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
 from unet3d.memory import tables, user_step
 from unet3d.memory.allocator import read_settings
-from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names
+from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names, peak_moment
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.peak import Peak, peak_of
@@ -231,7 +231,7 @@ class Check:
     def layers(self) -> Counter[str]:
         """Return the bytes that each layer holds at the peak."""
         ledger = self.meter.ledger
-        return Counter({row["module"]: row["bytes"] for row in by_layer(ledger, ledger.peak_moment())})
+        return Counter({row["module"]: row["bytes"] for row in by_layer(ledger, peak_moment(ledger))})
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -278,7 +278,7 @@ class Check:
         Its `layers` are summed up by the first `depth` parts of their names; None: by all.
         """
         ledger = self.meter.ledger
-        moment = describe(ledger, ledger.peak_moment())
+        moment = describe(ledger, peak_moment(ledger))
         totals = Counter[str]()
         for name, size in self.layers.most_common():
             totals[name if depth is None else cut_name(depth, name)] += size

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from unet3d.memory.ledger import CATEGORIES, WHOLE, Ledger, Storage
+from unet3d.memory.ledger import CATEGORIES, WHOLE, Ledger, Storage, most_held
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.workspaces import CONVOLUTION
 from unet3d.training.step import PHASES
@@ -149,17 +149,25 @@ PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step, wh
 
 
 def summarise_ledger(ledger: Ledger) -> dict[str, Any]:
-    """Return a step's entries in memory.json beside its peaks, in bytes; `state` is what parameters cost."""
-    peak_moment = ledger.peak_moment()
+    """Return a step's entries in memory.json, in bytes; `state` is what parameters cost."""
+    peak = peak_moment(ledger)
     return {
-        "moment": describe(ledger, peak_moment),
-        "categories": ledger.categories_at(peak_moment),
+        "peak_bytes": most_held(ledger.events),
+        "phases": phase_peaks(ledger),
+        "moment": describe(ledger, peak),
+        "categories": ledger.categories_at(peak),
         "phase_categories": {phase: ledger.categories_at(at) for phase, at in _steady_moments(ledger).items()},
         "phase_ends": phase_ends(ledger),
-        "levels": by_level(ledger, peak_moment),
-        "layers": by_layer(ledger, peak_moment),
+        "levels": by_level(ledger, peak),
+        "layers": by_layer(ledger, peak),
         "state": state_bytes(ledger),
     }
+
+
+def peak_moment(ledger: Ledger) -> int:
+    """Return how many events had happened when most bytes were alive, for the first time."""
+    alive = ledger.alive_bytes()
+    return alive.index(max(alive))
 
 
 def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
@@ -234,11 +242,16 @@ def first_and_steady(steps: list[dict[str, int]]) -> PhaseBytes:
     return {phase: {"first": first[phase], "steady": max(step[phase] for step in later)} for phase in PHASES}
 
 
+def phase_peaks(ledger: Ledger) -> PhaseBytes:
+    """Return the most bytes alive in each phase."""
+    alive = ledger.alive_bytes()
+    return by_phase((name, max(alive[start : end + 1])) for name, start, end in ledger.phase_spans())
+
+
 def phase_ends(ledger: Ledger) -> PhaseBytes:
     """Return the bytes alive as each phase ends, of the last micro-batch: what statements between phases would see."""
     alive = ledger.alive_bytes()
-    values = ((name, alive[end]) for name, _, end in ledger.phase_spans())
-    return by_phase(values, lambda earlier, last: last)
+    return by_phase(((name, alive[end]) for name, _, end in ledger.phase_spans()), lambda earlier, last: last)
 
 
 def state_bytes(ledger: Ledger) -> dict[str, int]:

@@ -4,7 +4,7 @@
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -211,37 +211,18 @@ class Ledger(TorchDispatchMode):
         changes = (change for _, change in self.events)
         return list(accumulate(changes, initial=0))
 
-    def peak_bytes(self) -> int:
-        """Return the most bytes alive at once."""
-        return max(self.alive_bytes())
-
     def largest_map(self) -> int:
         """Return the elements of the largest storage, but for weights, their gradients and the optimizer's state."""
         return max((s.bytes // s.dtype.itemsize for s in self.storages if s.role is None), default=0)
-
-    def peak_moment(self) -> int:
-        """Return how many events had happened when most bytes were alive, for the first time."""
-        alive = self.alive_bytes()
-        return alive.index(max(alive))
 
     def requests(self) -> list[tuple[int, int]]:
         """Return what an allocator is asked for, like `events`: tensors, and scratch memory that is known of."""
         return self.events
 
-    def peak_requested(self) -> int:
-        """Return the most bytes that `requests` hold at once."""
-        changes = (change for _, change in self.requests())
-        return max(accumulate(changes, initial=0))
-
     def phase_spans(self) -> list[tuple[str, int, int]]:
         """Return (phase, first event, end) for each mark, in order."""
         edges = [*self.marks, (len(self.events), "")]
         return [(name, start, end) for (start, name), (end, _) in pairwise(edges)]
-
-    def phase_peaks(self) -> list[tuple[str, int]]:
-        """Return (phase, most bytes alive in it) for each mark, in order."""
-        alive = self.alive_bytes()
-        return [(name, max(alive[start : end + 1])) for name, start, end in self.phase_spans()]
 
     def alive_at(self, moment: int) -> list[Storage]:
         """Return the storages alive after `moment` events."""
@@ -357,3 +338,8 @@ def _tensors(tree: Any) -> list[Tensor]:
         elif isinstance(part, dict):
             waiting.extend(reversed(part.values()))
     return found
+
+
+def most_held(changes: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes that a ledger's `events` or `requests` hold at once."""
+    return max(accumulate(change for _, change in changes), default=0)

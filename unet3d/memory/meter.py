@@ -12,8 +12,8 @@ from torch import Tensor, default_generator, nn
 from torch._prims_common import suggest_memory_format
 
 from unet3d.memory.allocator import EMPTY_CACHE
-from unet3d.memory.breakdown import PhaseBytes, by_phase, first_and_steady, layer_names, summarise_ledger
-from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker
+from unet3d.memory.breakdown import PhaseBytes, first_and_steady, layer_names, summarise_ledger
+from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker, most_held
 from unet3d.recomputing import workspaces
 from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 from unet3d.training.step import PHASES
@@ -219,24 +219,20 @@ class LedgerMeter:
             self.is_open = False
 
     def summary(self) -> dict[str, Any]:
-        """Return `peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and more by `summarise_ledger`.
+        """Return `kind`, and the ledger's figures by `summarise_ledger`.
 
         For a GPU also `workspace_bytes`, an estimate: by how much workspaces of convolutions raise the peak. They are
         not in `peak_bytes`. `guesses`, if there are any, say where a prediction took 0 for values that it does not
         have.
         """
-        peaks = self.ledger.phase_peaks()
-        summary: dict[str, Any] = {
-            "peak_bytes": max(peak for _, peak in peaks),
-            "kind": COUNTED,
-            "phases": by_phase(peaks),
-        }
+        figures = summarise_ledger(self.ledger)
+        summary: dict[str, Any] = {"peak_bytes": figures["peak_bytes"], "kind": COUNTED, "phases": figures["phases"]}
         if self.guesses:
             summary["kind"] = "count of tensor bytes, GUESSED"
             summary["guesses"] = list(self.guesses)
         if self.for_gpu:
-            summary["workspace_bytes"] = self.ledger.peak_requested() - summary["peak_bytes"]
-        return summary | summarise_ledger(self.ledger)
+            summary["workspace_bytes"] = most_held(self.ledger.requests()) - figures["peak_bytes"]
+        return summary | figures
 
     def _new_ledger(self) -> Ledger:
         ledger = GpuLedger if self.for_gpu else Ledger

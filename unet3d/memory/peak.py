@@ -4,7 +4,7 @@ import os
 from typing import NamedTuple
 
 from unet3d.memory.allocator import Settings, read_settings, replay
-from unet3d.memory.ledger import Ledger
+from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.meter import GpuLedger
 
 
@@ -33,7 +33,7 @@ def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
 
     `settings`: of the allocator; None: those of this environment.
     """
-    tensors = ledger.peak_bytes()
+    tensors = most_held(ledger.events)
     if not isinstance(ledger, GpuLedger):
         return Peak(tensors)
     if settings is None:
@@ -41,4 +41,4 @@ def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
     requests = ledger.requests()
     allocated, reserved = replay(requests, settings)
     _, expandable = replay(requests, Settings(expandable=True))
-    return Peak(tensors, ledger.peak_requested(), allocated, reserved, expandable)
+    return Peak(tensors, most_held(requests), allocated, reserved, expandable)

@@ -428,7 +428,7 @@ def oom_moment(ledger: Ledger) -> Iterator[str]:
     steps_done = sum(name == "end" for _, name in ledger.marks)
     _, phase = ledger.marks[-1]
     if phase == "end":  # the ledger has stopped: later steps repeat the first ones
-        moment = ledger.peak_moment()
+        moment = breakdown.peak_moment(ledger)
         peak = breakdown.describe(ledger, moment)["words"]
         yield f"not in the first {steps_done} steps, whose peak was in {peak}; held then:"
     else:

@@ -17,7 +17,7 @@ from unet3d.base.progress import parts
 from unet3d.base.types import Batch, host_bytes, mib
 from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.ledger import Ledger
+from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.meter import COUNTED, MEASURED_STEPS, GpuLedger, LedgerMeter
 from unet3d.recomputing.plans import PLAIN, Technique
 from unet3d.training import optim
@@ -179,13 +179,13 @@ def validation_peak(
         model = fake_model(config, model_config, torch.float32).eval()
         policy = build.policy(config, "cpu", technique)
         predictor = build.predictor(config, [model], model_config, policy)
-        return _windows(predictor, device_type).peak_requested() + optimizer_bytes
+        return most_held(_windows(predictor, device_type).requests()) + optimizer_bytes
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
     """Raise UserError where windows of the checkpoint at `path` would need more than all memory of the device."""
     device = next(predictor.models[0].parameters()).device
-    needed = _predicted(predictor).peak_requested()
+    needed = most_held(_predicted(predictor).requests())
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
     if needed <= memory:
         return
@@ -209,10 +209,10 @@ def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
     weights = sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
     device = next(predictor.models[0].parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        needed = _predicted(predictor).peak_requested() - weights
+        needed = most_held(_predicted(predictor).requests()) - weights
         while needed > free and predictor.batch > 1:
             predictor = replace(predictor, batch=predictor.batch // 2)
-            needed = _predicted(predictor).peak_requested() - weights
+            needed = most_held(_predicted(predictor).requests()) - weights
     return replace(predictor, window_bytes=needed)
 
 

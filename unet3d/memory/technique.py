@@ -17,7 +17,7 @@ from unet3d.base.fit import fit
 from unet3d.base.progress import track
 from unet3d.base.types import budget_bytes
 from unet3d.config.schema import Config, Loss, Model, Optim
-from unet3d.memory.breakdown import last_step, phase_ends, stage_of
+from unet3d.memory.breakdown import last_step, stage_of
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK
@@ -33,7 +33,6 @@ from unet3d.training import optim
 
 CURVE_SCHEDULES = 8
 OUTSIDE = ""  # of all stages
-PLAIN_SGD = Optim(name="sgd", momentum=0, weight_decay=0, clip=None)  # changes a step's update alone
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 StageInputs = dict[str, frozenset[int]]  # stage -> storages that enter it from another stage
 
@@ -105,9 +104,7 @@ def by_program(program: Program) -> Technique:
 
 def saved(config: Config, program: Program, by_windows: bool = False) -> SavedSchedule:
     """Return the schedule of a program as memory.json has it; `by_windows`: validation follows a program, too."""
-    masks = []
-    for stays in program.schedule.keep:
-        masks.append(f"{sum(1 << index for index in stays):x}")
+    masks = [f"{sum(1 << index for index in stays):x}" for stays in program.schedule.keep]
     return SavedSchedule(config.recompute, config.budget, masks, by_windows)
 
 
@@ -119,13 +116,11 @@ def _as_before(config: Config, program: Program, before: SavedSchedule) -> Progr
         return None
     if len(before.keep) != sizes.count + 1:
         return None
-    table = []
-    for mask in before.keep:
-        try:
-            bits = int(mask, 16)
-        except ValueError:
-            return None
-        table.append({index for index in range(sizes.count) if bits >> index & 1})
+    try:
+        masks = [int(mask, 16) for mask in before.keep]
+    except ValueError:
+        return None
+    table = [{index for index in range(sizes.count) if mask >> index & 1} for mask in masks]
     return program.by(compile_schedule(sizes, table))
 
 
@@ -196,39 +191,26 @@ def choose_segments(config: Config, model_config: Model) -> Technique:
             "use fewer, or 0 (off)"
         )
 
-    def rank(starts: SegmentStarts) -> tuple[int, float]:
-        return ranking_peak(profile, starts), forward_recompute_fraction(profile, starts)
+    def rank(way: Technique) -> tuple[int, float]:
+        return ranking_peak(profile, way.segment_starts), way.forward_recompute_fraction
 
-    candidates = [min(partitions(stages, count), key=rank) for count in range(2, config.ckpt + 1)]
-    best = candidates[0]
-    if len(candidates) > 1:
-        peaks = {}
-        for starts in track(candidates, "segment choices", len(candidates)):
-            peaks[starts] = simulated_steady_peak(config, model_config, profile, starts)
-        best = min(candidates, key=lambda starts: (peaks[starts], forward_recompute_fraction(profile, starts)))
-    return Technique(best, forward_recompute_fraction=forward_recompute_fraction(profile, best))
+    def true_rank(way: Technique) -> tuple[int, float]:
+        return step_peak(config, model_config, way).tensors, way.forward_recompute_fraction
+
+    best = []
+    for count in range(2, config.ckpt + 1):
+        ways = []
+        for starts in partitions(stages, count):
+            recomputed = sum(profile.flops[: starts[-1]]) / max(1, sum(profile.flops))
+            ways.append(Technique(starts, forward_recompute_fraction=recomputed))
+        best.append(min(ways, key=rank))
+    return best[0] if len(best) == 1 else min(track(best, "segment choices", len(best)), key=true_rank)
 
 
 def partitions(stages: int, segments: int) -> Iterator[SegmentStarts]:
     """Yield all ways to split `stages` stages into so many segments."""
     for later_starts in combinations(range(1, stages), segments - 1):
         yield (0, *later_starts)
-
-
-def simulated_steady_peak(
-    config: Config, model_config: Model, profile: "StageProfile", segment_starts: SegmentStarts
-) -> int:
-    """Simulate one SGD step; return the peak of later steps (bytes). The optimizer changes the update phase alone."""
-    first = replace(step_key(config), optim=PLAIN_SGD)
-    peak = _first_step_peak(first, model_config, segment_starts)
-    return max(profile.update, peak + profile.optimizer_state)
-
-
-@memoized
-def _first_step_peak(config: Config, model_config: Model, segment_starts: SegmentStarts) -> int:
-    """Return the most bytes of a first step without its update."""
-    ledger = simulate(config, model_config, Technique(segment_starts), steps=1).ledger
-    return max(peak for phase, peak in ledger.phase_peaks() if phase in ("forward", "loss", "backward"))
 
 
 @dataclass(frozen=True)
@@ -245,7 +227,6 @@ class StageProfile:
     inputs: list[frozenset[int]]  # storages that enter stage i from another stage
     sizes: Mapping[int, int]  # bytes of those
     flops: list[int]  # of stage i's convolutions, forward
-    optimizer_state: int  # alive in later steps more than in the first
 
 
 def profile_stages(config: Config, model_config: Model) -> StageProfile:
@@ -291,7 +272,6 @@ def _profile(ledger: Ledger, inputs: StageInputs) -> StageProfile:
     for event, stage in reversed(list(_allocations(ledger, spans["backward"]))):  # the first of a stage comes last
         if stage in waiting:
             waiting[stage] = alive[event] - alive[forward_start] - saved_until[stage]
-    data_ends = phase_ends(ledger)["data"]
     return StageProfile(
         step=peak_of(ledger),
         forward=[forward[stage] for stage in inputs],
@@ -303,7 +283,6 @@ def _profile(ledger: Ledger, inputs: StageInputs) -> StageProfile:
         inputs=list(inputs.values()),
         sizes={index: ledger.storages[index].bytes for index in frozenset().union(*inputs.values())},
         flops=[flops[stage] for stage in inputs],
-        optimizer_state=data_ends["steady"] - data_ends["first"],
     )
 
 
@@ -352,9 +331,3 @@ def ranking_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
         if end == count:
             peak = max(peak, profile.outside - freed)
     return peak
-
-
-def forward_recompute_fraction(profile: StageProfile, segment_starts: SegmentStarts) -> float:
-    """Return the convolution FLOPs that are computed twice, as a share of a forward pass (of a step: a third of it)."""
-    recomputed = sum(profile.flops[: segment_starts[-1]])
-    return recomputed / max(1, sum(profile.flops))

@@ -33,7 +33,6 @@ SLOWER_BY_AMP = 1.1  # Times float32's time, at most, for half the bytes of acti
 LEAN_OF_TILES = 1.15  # Bytes of a step with recompute=lean, at least, for each of recompute=tiles.
 SHARE_BY_TILES = 0.25  # First guess of the bytes a voxel that recompute=tiles leaves of the plain step's.
 LARGE_PART = 0.8  # Of the budget: where less is used, a line says why.
-OF_STEP = ("batch", "accumulate", "recompute", "ckpt")
 WEIGHTS = "a quarter of the budget does not hold weights, gradients and the optimizer's state"
 
 
@@ -136,7 +135,8 @@ def choose_step(draft: Draft) -> None:
     if size == sizes_in_time[0]:
         step, limit = _grown(draft, step, rate)
     config = step.config
-    for name in ("model.features", "model.kernels", "model.strides", "data.patch", *OF_STEP):
+    of_network = ("model.features", "model.kernels", "model.strides", "data.patch")
+    for name in (*of_network, "batch", "accumulate", "recompute", "ckpt"):
         draft.set(name, attrgetter(name)(config))
     draft.set("budget", config.budget or draft.config.budget)
     _decide_network(draft, size.levels, width, reason_of_width)
@@ -216,7 +216,7 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
     if plain.limited <= draft.budget:
         return plain, sizes[0]
     state = state_bytes(plain.config)
-    of_patch = SHARE_BY_TILES * (plain.peak.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
+    of_patch = SHARE_BY_TILES * (plain.needs.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
     size = _largest(draft, sizes, by_tiles, lambda size: state + of_patch * size.voxels / sizes[0].voxels)
     configs = [at_once(size), in_parts(size)] if size == sizes[0] else [in_parts(size)]
     return _cheapest(configs, draft.budget), size
@@ -258,7 +258,7 @@ def _cheapest(configs: Sequence[Config], budget: int) -> Step:
         ways.append(by_schedule(config, "tiles"))
 
     def measure(way: Config) -> float:
-        if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).peak.limited * LEAN_OF_TILES > budget:
+        if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).needs.limited * LEAN_OF_TILES > budget:
             return inf
         return predicted_step(way).limited
 
@@ -392,10 +392,10 @@ def _decide_schedule(draft: Draft, step: Step) -> None:
 def _promise(draft: Draft, step: Step, unused: str) -> None:
     """Add the line of the peak, and what the plan promises of it; `unused`: why more of the budget is not used."""
     kind = "reserved by the allocator" if draft.device == "cuda" else "tensors"
-    sizes = f"a step {mib(step.peak.limited)}, a validation window {mib(step.validation_bytes)} MiB"
+    sizes = f"a step {mib(step.needs.limited)}, a validation window {mib(step.validation_bytes)} MiB"
     reason = f"{sizes} ({kind}, predicted): {percent(step.limited, draft.budget)} of {mib(draft.budget)} MiB"
     if step.limited < LARGE_PART * draft.budget:
         reason += f"; {mib(draft.budget - step.limited)} MiB stay unused: {unused}"
     draft.decide("peak", f"{mib(step.limited)} MiB", reason)
-    draft.promise |= {"device": draft.device, "peak_bytes": step.peak.tensors, **step.peak.of_allocator}
+    draft.promise |= {"device": draft.device, "peak_bytes": step.needs.tensors, **step.needs.of_allocator}
     draft.promise["validation_bytes"] = step.validation_bytes

@@ -37,14 +37,14 @@ class Step(NamedTuple):
     """A run's step and validation, predicted."""
 
     config: Config
-    peak: Peak
+    needs: Peak  # of the step
     validation_bytes: int
     work: float  # Multiplications that are done twice, as a share of a step's.
 
     @property
     def limited(self) -> int:
         """Return the bytes that a budget limits: of the step or of validation, whichever needs more."""
-        return max(self.peak.limited, self.validation_bytes)
+        return max(self.needs.limited, self.validation_bytes)
 
 
 @memoized
@@ -102,7 +102,7 @@ class Search:
         self.measure = measure
         self.peaks: dict[tuple[Schedule, Triple, int | None], Peak] = {}
 
-    def peak(self, schedule: Schedule, patch: Triple, budget: int) -> Peak:
+    def needs(self, schedule: Schedule, patch: Triple, budget: int) -> Peak:
         """Return what a step needs. The budget (bytes) counts for `recompute=auto`. Raises UserError."""
         amp, recompute = schedule
         limit = budget if recompute == "auto" else None
@@ -121,7 +121,7 @@ class Search:
         """
 
         def measure(patch: Triple) -> int:
-            return self.peak(schedule, patch, budget).limited
+            return self.needs(schedule, patch, budget).limited
 
         def guess(patch: Triple) -> float:
             known = {prod(other): peak.limited for (way, other, _), peak in self.peaks.items() if way == schedule}
