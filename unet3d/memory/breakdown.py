@@ -276,11 +276,8 @@ def held(ledger: Ledger, moment: int) -> list[Group]:
     """Return the storages alive at a moment in groups, the largest first."""
     counts: Counter[tuple] = Counter()
     for storage in ledger.alive_at(moment):
-        alike = (storage.shape, dtype_name(storage.dtype), ledger.category(storage), storage.bytes)
-        counts[alike] += 1
-    groups = []
-    for (shape, dtype, category, size), number in counts.items():
-        groups.append(Group(number, shape, dtype, category, number * size))
+        counts[storage.shape, dtype_name(storage.dtype), ledger.category(storage), storage.bytes] += 1
+    groups = [Group(number, *alike, number * size) for (*alike, size), number in counts.items()]
     return sorted(groups, key=lambda group: -group.bytes)
 
 

@@ -196,10 +196,8 @@ def resized(model_config: Model, change: Callable[[int, int], int]) -> Model:
 
 def width_overrides(model_config: Model) -> list[str]:
     """Return the overrides that set a network's widths."""
-    overrides = [list_override("model.features", model_config.features)]
-    if model_config.decoder is not None:
-        overrides.append(list_override("model.decoder", model_config.decoder))
-    return overrides
+    widths = {"model.features": model_config.features, "model.decoder": model_config.decoder}
+    return [list_override(name, values) for name, values in widths.items() if values is not None]
 
 
 def list_override(name: str, values: Sequence[int]) -> str:
@@ -266,9 +264,16 @@ def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]
             counter.advance()
             return needed
 
+        def thriftiest_fits(amp: bool) -> bool:
+            alike = [way for way in all_ways if way.config.amp == amp]
+            for way in sorted(alike, key=lambda way: least_share(asked, way)):
+                with suppress(UserError):
+                    return measure(way) <= budget
+            return False
+
         def attempts() -> Iterator[list[Candidate]]:
             yield from _groups_by_cost(likely)
-            if any([_measures_thriftiest(asked, all_ways, amp, measure, budget) for amp in (False, True)]):
+            if any([thriftiest_fits(amp) for amp in (False, True)]):
                 # This network needs a smaller share than known ones, so none of its ways is left out.
                 yield from _groups_by_cost(way for way in all_ways if way not in likely)
             yield list(halves(min(tried, key=lambda way: way.step.tensors)))
@@ -277,17 +282,6 @@ def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]
             if fit(group, measure, budget) is not None:
                 return pareto_front(tried), tried[-1]
     return pareto_front(tried), min(tried, key=lambda way: way.step.tensors)
-
-
-def _measures_thriftiest(
-    asked: Candidate, candidates: Iterable[Candidate], amp: bool, measure: Callable[[Candidate], int], budget: int
-) -> bool:
-    """Measure what is likely to need the least with or without mixed precision; return whether it fits."""
-    alike = [way for way in candidates if way.config.amp == amp]
-    for way in sorted(alike, key=lambda way: least_share(asked, way)):
-        with suppress(UserError):
-            return measure(way) <= budget
-    return False
 
 
 def _groups_by_cost(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
@@ -347,10 +341,7 @@ def refuse_over_card(asked: Candidate, validation: int, windows: int, free: int,
 def _refuse(asked: Candidate, budget: int, problem: str) -> NoReturn:
     """Raise UserError with the options that need less than the step, up to the first that fits."""
     front, best = find_fit(asked, budget)
-    rows = [asked]
-    for row in front:
-        if row.cost() < best.cost() and row.step.tensors < asked.step.tensors:
-            rows.append(row)
+    rows = [asked, *(row for row in front if row.cost() < best.cost() and row.step.tensors < asked.step.tensors)]
     if best.step.tensors < asked.step.tensors:
         rows.append(best)
     if best.step.limited <= budget:

@@ -1,8 +1,8 @@
 """How a step saves memory: its segments (`ckpt`) or the schedule of its program (`recompute`), and its peak by them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any
@@ -213,20 +213,42 @@ def partitions(stages: int, segments: int) -> Iterator[SegmentStarts]:
         yield (0, *later_starts)
 
 
-@dataclass(frozen=True)
 class StageProfile:
     """The second step without checkpointing, by stage; bytes. Lists are empty where a network has no stages."""
 
-    step: Peak
-    forward: list[int]  # most alive while stage i runs forward
-    backward: list[int]  # most alive while stage i runs backward
-    waiting: list[int]  # alive as stage i starts backward, minus the initial bytes and what stages 0 to i saved
-    outside: int  # most alive in the loss, and in backward outside of all stages
-    update: int  # most alive in the optimizer's step and as data arrive
-    saved: list[int]  # for backward, by the stages before i
-    inputs: list[frozenset[int]]  # storages that enter stage i from another stage
-    sizes: Mapping[int, int]  # bytes of those
-    flops: list[int]  # of stage i's convolutions, forward
+    def __init__(self, ledger: Ledger, inputs: StageInputs) -> None:
+        alive = ledger.alive_bytes()
+        spans = {phase: (start, end) for phase, start, end in last_step(ledger)}
+        most = {phase: max(alive[start : end + 1]) for phase, (start, end) in spans.items()}
+        forward_start, forward_end = spans["forward"]
+        backward_start, _ = spans["backward"]
+        forward = _peaks(alive, inputs, _allocations(ledger, spans["forward"]))
+        backward = _peaks(alive, inputs, _allocations(ledger, spans["backward"]))
+        flops = Counter[str]()
+        for event, module, count in ledger.convolutions:
+            if forward_start <= event <= forward_end:
+                flops[stage_of(module)] += count
+        saved = Counter[str]()  # made since forward began, and alive as backward begins
+        for storage in ledger.alive_at(backward_start):
+            if storage.born >= forward_start and storage.role is None:
+                saved[stage_of(storage.scope.module)] += storage.bytes
+        saved_until = dict(zip(inputs, accumulate(saved[stage] for stage in inputs), strict=True))
+        waiting = dict.fromkeys(inputs, 0)
+        for event, stage in reversed(list(_allocations(ledger, spans["backward"]))):  # the first of a stage comes last
+            if stage in waiting:
+                waiting[stage] = alive[event] - alive[forward_start] - saved_until[stage]
+        self.step = peak_of(ledger)
+        self.forward = [forward[stage] for stage in inputs]  # most alive while stage i runs forward
+        self.backward = [backward[stage] for stage in inputs]  # most alive while stage i runs backward
+        # Alive as stage i starts backward, minus the initial bytes and what stages 0 to i saved.
+        self.waiting = list(waiting.values())
+        # Most alive in the loss, and in backward outside of all stages; in the optimizer's step and as data arrive.
+        self.outside = max(most["loss"], forward[OUTSIDE], backward[OUTSIDE])
+        self.update = max(most["step"], most["data"])
+        self.saved = [0, *saved_until.values()]  # for backward, by the stages before i
+        self.inputs = list(inputs.values())  # storages that enter stage i from another stage
+        self.sizes = {index: ledger.storages[index].bytes for index in frozenset[int]().union(*self.inputs)}
+        self.flops = [flops[stage] for stage in inputs]  # of stage i's convolutions, forward
 
 
 def profile_stages(config: Config, model_config: Model) -> StageProfile:
@@ -250,49 +272,7 @@ def _profiled(config: Config, model_config: Model) -> StageProfile:
         maps = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         inputs[name] = frozenset(map(ledger.index, maps))
 
-    return _profile(simulate(config, model_config, watch=watch, steps=STEPS_FOR_PEAK).ledger, inputs)
-
-
-def _profile(ledger: Ledger, inputs: StageInputs) -> StageProfile:
-    alive = ledger.alive_bytes()
-    spans = {phase: (start, end) for phase, start, end in last_step(ledger)}
-    most = {phase: max(alive[start : end + 1]) for phase, (start, end) in spans.items()}
-    forward_start, forward_end = spans["forward"]
-    backward_start, _ = spans["backward"]
-    flops = Counter[str]()
-    for event, module, count in ledger.convolutions:
-        if forward_start <= event <= forward_end:
-            flops[stage_of(module)] += count
-    saved = _saved_bytes(ledger, forward_start, backward_start)
-    sums = accumulate(saved[stage] for stage in inputs)
-    saved_until = dict(zip(inputs, sums, strict=True))
-    forward = _peaks(alive, inputs, _allocations(ledger, spans["forward"]))
-    backward = _peaks(alive, inputs, _allocations(ledger, spans["backward"]))
-    waiting = dict.fromkeys(inputs, 0)
-    for event, stage in reversed(list(_allocations(ledger, spans["backward"]))):  # the first of a stage comes last
-        if stage in waiting:
-            waiting[stage] = alive[event] - alive[forward_start] - saved_until[stage]
-    return StageProfile(
-        step=peak_of(ledger),
-        forward=[forward[stage] for stage in inputs],
-        backward=[backward[stage] for stage in inputs],
-        waiting=list(waiting.values()),
-        outside=max(most["loss"], forward[OUTSIDE], backward[OUTSIDE]),
-        update=max(most["step"], most["data"]),
-        saved=[0, *saved_until.values()],
-        inputs=list(inputs.values()),
-        sizes={index: ledger.storages[index].bytes for index in frozenset().union(*inputs.values())},
-        flops=[flops[stage] for stage in inputs],
-    )
-
-
-def _saved_bytes(ledger: Ledger, forward: int, backward: int) -> Counter[str]:
-    """Return the bytes made since forward began that are alive as backward begins, by stage."""
-    saved = Counter[str]()
-    for storage in ledger.alive_at(backward):
-        if storage.born >= forward and storage.role is None:
-            saved[stage_of(storage.scope.module)] += storage.bytes
-    return saved
+    return StageProfile(simulate(config, model_config, watch=watch, steps=STEPS_FOR_PEAK).ledger, inputs)
 
 
 def _allocations(ledger: Ledger, span: tuple[int, int]) -> Iterator[tuple[int, str]]:

@@ -208,17 +208,12 @@ def _intensity(name: str, channel: int, samples: Sequence[CaseSample]) -> Channe
 
 def _ordered_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:
     """Return the axes along which two foreground classes keep their order in every sampled case that has both."""
-    centres = np.array([sample.centres for sample in samples])
-    ordered = []
-    for axis in range(3):
-        along = centres[:, 1:, axis]
-        difference = along[:, :, None] - along[:, None, :]
-        is_known = ~np.isnan(difference)
-        enough = is_known.sum(0) >= LEAST_ORDERED
-        always = (np.where(is_known, difference, 1) > 0).all(0)
-        if (enough & always).any():
-            ordered.append(axis)
-    return tuple(ordered)
+    centres = np.array([sample.centres[1:] for sample in samples])
+    difference = centres[:, :, None] - centres[:, None]
+    is_known = ~np.isnan(difference)
+    enough = is_known.sum(0) >= LEAST_ORDERED
+    always = (np.where(is_known, difference, 1) > 0).all(0)
+    return tuple(np.flatnonzero((enough & always).any((0, 1))).tolist())
 
 
 def _cut_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:
