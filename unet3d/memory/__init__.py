@@ -8,7 +8,7 @@ bytes; `meter` reads the peaks of a step, and adds what happens within convoluti
 `simulate` take the step without its memory; `allocator` replays CUDA's allocator; `peak` is what a step needs.
 `technique` chooses what backward computes again, by segments (`ckpt`) or a schedule (`recompute`); `remedies` has other
 ways to take a step, and searches for one that fits. `prediction` is what a run prints first; `any_network` and
-`user_step` are for networks of others; `tables` and `export` show the figures.
+`user_step` are for networks of others; `tables` shows the figures.
 """
 
 from typing import TYPE_CHECKING, Any

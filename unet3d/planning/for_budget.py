@@ -1,6 +1,7 @@
 """Decisions that follow from the budget, each with its reason: precision, widths, patch, batch, and schedule."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import inf, prod
@@ -39,7 +40,7 @@ WEIGHTS = "a quarter of the budget does not hold weights, gradients and the opti
 def choose_precision(draft: Draft) -> None:
     """Choose mixed precision: on CUDA always, on a CPU by the time of a small step."""
     if draft.is_given("amp"):
-        draft.decide("precision", _amp(draft.config.amp), "as given")
+        draft.decide("precision", f"amp={draft.config.amp}".lower(), "as given")
         return
     gain = ""
     if draft.device == "cuda":
@@ -52,18 +53,12 @@ def choose_precision(draft: Draft) -> None:
         return
     widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
     config = by_schedule(with_patch(draft, widths[-1], _small(_sizes(draft))), "none")
-    seconds = timing.measured_step(replace(config, amp=False))
-    seconds_by_amp = timing.measured_step(replace(config, amp=True))
-    ratio = seconds_by_amp / seconds
-    is_worth = ratio <= SLOWER_BY_AMP
+    seconds, seconds_by_amp = (timing.measured_step(replace(config, amp=amp)) for amp in (False, True))
+    is_worth = seconds_by_amp <= SLOWER_BY_AMP * seconds
     draft.set("amp", is_worth)
-    time = f"a small step takes {ratio:.2f} times float32's time on this CPU (measured)"
-    draft.decide("precision", _amp(is_worth), f"half the bytes of activations; {time}", _amp(not is_worth))
-
-
-def _amp(is_on: bool) -> str:
-    """Return the option as the command line has it."""
-    return "amp=true" if is_on else "amp=false"
+    time = f"a small step takes {seconds_by_amp / seconds:.2f} times float32's time on this CPU (measured)"
+    choice, instead = (f"amp={amp}".lower() for amp in (is_worth, not is_worth))
+    draft.decide("precision", choice, f"half the bytes of activations; {time}", instead)
 
 
 def _sizes(draft: Draft) -> list[SizedPatch]:
@@ -75,16 +70,12 @@ def _sizes(draft: Draft) -> list[SizedPatch]:
         x, y, z = config.data.patch
         return [SizedPatch((x, y, z), first.levels)]
     sizes = sized_patches(draft.spacing, draft.shape, levels)
-    return [size for size in sizes if _is_taken(draft, size)] or sizes[:1]
-
-
-def _is_taken(draft: Draft, size: SizedPatch) -> bool:
-    """Return whether a run takes a patch, beside the options that are given."""
-    try:
-        with_patch(draft, _first_widths(draft)[0], size)
-    except UserError:
-        return False
-    return True
+    taken = []
+    for size in sizes:
+        with suppress(UserError):
+            with_patch(draft, _first_widths(draft)[0], size)
+            taken.append(size)
+    return taken or sizes[:1]
 
 
 def _first_widths(draft: Draft) -> list[int]:
@@ -251,11 +242,8 @@ def _cheapest(configs: Sequence[Config], budget: int) -> Step:
 
     `configs` differ in their batches, the preferred one first; the last fits with recompute=tiles.
     """
-    ways = []
-    for config in configs:
-        ways.append(by_schedule(config, "none"))
-        ways += [by_schedule(config, recompute, budget) for recompute in ("lean", "auto")]
-        ways.append(by_schedule(config, "tiles"))
+    plans = {"none": None, "lean": budget, "auto": budget, "tiles": None}
+    ways = [by_schedule(config, plan, limit) for config in configs for plan, limit in plans.items()]
 
     def measure(way: Config) -> float:
         if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).needs.limited * LEAN_OF_TILES > budget:
@@ -278,7 +266,7 @@ def _grown(draft: Draft, step: Step, rate: float | None) -> tuple[Step, str]:
         most = int(draft.seconds / LEAST_STEPS / (voxels * rate))
         limits[f"one more would leave fewer than {LEAST_STEPS} steps in the time"] = most
     of_patch = max(1, (step.limited - state_bytes(config)) // config.batch)
-    most = min(*limits.values(), BATCHES[draft.device])
+    most = min(limits.values())
     if not draft.is_given("batch", "accumulate") and config.accumulate == 1 and step.limited + of_patch <= draft.budget:
         batches = range(most, config.batch, -1)
         number = fit(
@@ -327,32 +315,29 @@ def _decide_patch(draft: Draft, size: SizedPatch, in_time: Sequence[SizedPatch],
     patch = sizes_text(size.patch)
     extent = [round(mm / step) for mm, step in zip(draft.fingerprint.foreground, draft.spacing, strict=True)]
     covers = f"the median volume is {sizes_text(draft.shape)}, its foreground {sizes_text(extent)}"
-    instead = ""
+    larger = None
     remedy = ""
     if draft.is_given("data.patch"):
-        reason = "as given"
-        unused = "the patch is given"
-    elif size == sizes[0] and max(draft.shape) > LONGEST:
-        reason = f"{covers}: {LONGEST:,} voxels an axis at most"
-        unused = f"a patch has {LONGEST:,} voxels an axis at most"
+        limit = "the patch is given"
     elif size == sizes[0]:
-        reason = f"{covers}: a larger patch would be padding"
-        unused = "no larger patch lies within the median volume"
+        limit = "a larger patch would be padding"
+        if max(draft.shape) > LONGEST:
+            limit = f"a patch has {LONGEST:,} voxels an axis at most"
     elif size == in_time[0]:
-        reason = f"{covers}: the time allows no larger one"
-        unused = "the time allows no larger patch"
+        limit = "the time allows no larger patch"
+        larger = sizes[0]
         remedy = "more time"
-        instead = f"{sizes_text(sizes[0].patch)} with {remedy}"
     else:
-        reason = f"{covers}: the largest of its proportions that fits"
-        unused = "the next larger patch does not fit"
+        limit = "the next larger one of these proportions does not fit"
+        larger = in_time[in_time.index(size) - 1]
         remedy = "more memory"
-        instead = f"{sizes_text(in_time[in_time.index(size) - 1].patch)} with {remedy}"
+    reason = "as given" if draft.is_given("data.patch") else f"{covers}: {limit}"
+    instead = f"{sizes_text(larger.patch)} with {remedy}" if larger else ""
     draft.decide("patch", patch, reason, instead)
     if remedy and any(length < whole for length, whole in zip(size.patch, extent, strict=True)):
         problem = f"{patch} is smaller than the foreground, {sizes_text(extent)} voxels: no patch shows all of it"
         draft.warnings.append(f"patch: {problem}; give {remedy}")
-    return unused
+    return limit
 
 
 def _decide_batch(draft: Draft, limit: str) -> str:

@@ -16,7 +16,7 @@ from unet3d.planning.draft import Draft, changed, sizes_text
 from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.for_budget import choose_precision, choose_step
 from unet3d.planning.patches import nnunet_plan, plain_sizes
-from unet3d.planning.timing import choose_steps
+from unet3d.planning.timing import choose_rate, choose_steps
 
 ACTIVATION = "leaky_relu"
 SPACING_VARIATION = 1.1  # Ratio of the spacings of cases from which on they are resampled.
@@ -46,6 +46,7 @@ def make_plan(
     choose_precision(draft)
     choose_step(draft)
     choose_steps(draft)
+    choose_rate(draft)
     return draft
 
 
