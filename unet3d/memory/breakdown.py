@@ -286,7 +286,9 @@ def held(ledger: Ledger, moment: int) -> list[Group]:
     counts: Counter[tuple] = Counter()
     for storage in ledger.alive_at(moment):
         counts[storage.shape, dtype_name(storage.dtype), ledger.category(storage), storage.bytes] += 1
-    groups = [Group(number, *alike, number * size) for (*alike, size), number in counts.items()]
+    groups = []
+    for (shape, dtype, category, size), number in counts.items():
+        groups.append(Group(number, shape, dtype, category, number * size))
     return sorted(groups, key=lambda group: -group.bytes)
 
 
