@@ -271,9 +271,8 @@ def _fit_validation(subject: MemoryEstimate) -> Validation:
     """
     config = subject.config
     optimizer_bytes: int = subject.entry["state"]["optimizer"]
-    step_bytes = subject.step.tensors
     windows = build.windows(config, [subject.meter.model])
-    validation = smallest_validation(config, subject.model, subject.technique, step_bytes, optimizer_bytes, windows)
+    validation = smallest_validation(subject, optimizer_bytes, windows)
     if build.device_type(config) != "cuda" or config.dry_run:
         return validation
     free, total = torch.cuda.mem_get_info(build.device(config))
@@ -284,23 +283,16 @@ def _fit_validation(subject: MemoryEstimate) -> Validation:
     return validation
 
 
-def smallest_validation(
-    config: Config,
-    model_config: Model,
-    technique: Technique,
-    step_bytes: int,
-    optimizer_bytes: int,
-    windows: int = 1,
-) -> Validation:
+def smallest_validation(asked: Candidate, optimizer_bytes: int, windows: int = 1) -> Validation:
     """Return what a validation of so many windows at once needs, beside the bytes of the optimizer's state.
 
     With recompute, its passes follow a program where they would need more than the step's bytes.
     """
-    plain = Validation(validation_peak(config, model_config, optimizer_bytes), windows)
-    if technique.program is None or windows > 1 or plain.bytes <= step_bytes:
+    plain = Validation(validation_peak(asked.config, asked.model, optimizer_bytes), windows)
+    if asked.technique.program is None or windows > 1 or plain.bytes <= asked.step.tensors:
         return plain
-    by_program = Technique(window_program=window_program(config, model_config))
-    needed = validation_peak(config, model_config, optimizer_bytes, by_program)
+    by_program = Technique(window_program=window_program(asked.config, asked.model))
+    needed = validation_peak(asked.config, asked.model, optimizer_bytes, by_program)
     return Validation(needed, windows, is_by_program=True) if needed < plain.bytes else plain
 
 

@@ -13,9 +13,9 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.peak import Peak
 from unet3d.memory.prediction import smallest_validation
-from unet3d.memory.remedies import PASSES, refuse_step
+from unet3d.memory.remedies import Candidate, refuse_step
 from unet3d.memory.simulate import fake_model, memoized
-from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.memory.technique import step_peak
 from unet3d.model.geometry import Triple
 from unet3d.training import optim
 
@@ -50,10 +50,9 @@ class Step(NamedTuple):
 @memoized
 def predicted_step(config: Config) -> Step:
     """Return the prediction of a run as its config says, in one simulation or, with recompute, a few."""
-    technique = choose_technique(config, config.model)
-    peak = step_peak(config, config.model, technique)
-    validation = smallest_validation(config, config.model, technique, peak.tensors, _optimizer_bytes(config))
-    return Step(config, peak, validation.bytes, technique.forward_recompute_fraction / PASSES)
+    found = Candidate(config, config.model)
+    validation = smallest_validation(found, _optimizer_bytes(config))
+    return Step(config, found.step, validation.bytes, found.repeated)
 
 
 def _parameters(config: Config) -> list[int]:
