@@ -188,7 +188,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _print_check(check: Check, depth: int | None, as_json: bool) -> int:
     """Print the answer on stdout, and what it leaves out on stderr."""
-    for note in check.notes:
+    for note in check.meter.notes:
         lifecycle.print_error(f"warning: {note}")
     if check.meter.guesses:
         lifecycle.print_error(f"warning: {guessed({'guesses': check.meter.guesses})}")

@@ -4,7 +4,6 @@ All run the package's one training step, on the user's own module. A prediction 
 shapes and no data: it makes nothing as large as a map.
 """
 
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from unet3d.base.errors import UserError
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
 from unet3d.memory import tables, user_step
-from unet3d.memory.allocator import read_settings
 from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names, peak_moment
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
@@ -104,9 +102,7 @@ class Explanation:
         yield f"peak reached in {tables.moment(self.ledger)}"
         lines = (tables.guessed, tables.replayed, tables.with_workspaces, tables.largest_workspaces, tables.cuda_sizes)
         yield from filter(None, (line_of(self.entry) for line_of in lines))
-        if self.meter.for_gpu:
-            _, notes = read_settings(os.environ)
-            yield from notes
+        yield from self.meter.notes
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
         largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]
@@ -205,10 +201,9 @@ def predict(
 
 def _explanation(model: nn.Module, kind: str, batch: Batch, policy: MemoryPolicy, meter: LedgerMeter) -> Explanation:
     """Return the account of steps that a meter has seen."""
-    device = "cuda" if meter.for_gpu else meter.device.type
     precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
-    about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device}"
-    return Explanation(user_step.network_name(model), kind, about, meter)
+    about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {meter.device_type}"
+    return Explanation(type(user_step.network_of(model)).__name__, kind, about, meter)
 
 
 @dataclass(frozen=True)
@@ -239,16 +234,6 @@ class Check:
         return ("tensors", "allocated", "reserved") if self.meter.for_gpu else ("tensors",)
 
     @property
-    def device(self) -> str:
-        """Return the type of device that the steps are predicted for."""
-        return "cuda" if self.meter.for_gpu else "cpu"
-
-    @property
-    def notes(self) -> list[str]:
-        """Return what the replay of the allocator leaves out."""
-        return read_settings(os.environ)[1] if self.meter.for_gpu else []
-
-    @property
     def margin(self) -> int:
         """Return the limit minus the peak; negative where the peak is more."""
         return self.limit - self.step.limited
@@ -267,7 +252,7 @@ class Check:
             distance = f"{_size(abs(self.margin))} {'below' if self.fits else 'above'}"
         [(layer, size)] = self.layers.most_common(1)
         return (
-            f"{self.name}: predicted peak of a step {mib(self.step.limited)} MiB ({kind}, {self.device}), "
+            f"{self.name}: predicted peak of a step {mib(self.step.limited)} MiB ({kind}, {self.meter.device_type}), "
             f"{distance} the limit of {mib(self.limit)} MiB; "
             f"most at the peak: {layer}, {_size(size)}"
         )
@@ -288,7 +273,7 @@ class Check:
             "kind": "predicted",
             "network": self.name,
             "parameters": self.meter.parameters,
-            "device": self.device,
+            "device": self.meter.device_type,
             "fits": self.fits,
             "compared": self.kinds[-1],
             "limit_bytes": self.limit,
@@ -326,7 +311,7 @@ def assert_below(
         raise UserError(f"limit={limit!r}: give an amount and a unit, as limit='8GiB', or a number of bytes")
     explanation = predict(model, example, loss, optimizer, amp, label, device)
     check = Check(explanation.meter, explanation.name, limit)
-    for note in check.notes:
+    for note in explanation.meter.notes:
         warnings.warn(note, stacklevel=2)
     if not check.fits:
         raise AssertionError(check.line)

@@ -2,6 +2,7 @@
 
 What convolutions take on a GPU beside their results is predicted for fake tensors, and measured by torch's counters."""
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, default_generator, nn
 from torch._prims_common import suggest_memory_format
 
-from unet3d.memory.allocator import EMPTY_CACHE
+from unet3d.memory.allocator import EMPTY_CACHE, read_settings
 from unet3d.memory.breakdown import PhaseBytes, first_and_steady, layer_names, summarise_ledger
 from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker, most_held
 from unet3d.recomputing import workspaces
@@ -189,6 +190,16 @@ class LedgerMeter:
         for path, module in self.tracker.modules.items():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self.ledger.claim(tensor, "params", path)
+
+    @property
+    def device_type(self) -> str:
+        """Return the type of device that the steps are on, or are predicted for."""
+        return "cuda" if self.for_gpu else self.device.type
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a prediction leaves out of the allocator's settings, in a line."""
+        return read_settings(os.environ)[1] if self.for_gpu else []
 
     @property
     def parameters(self) -> int:

@@ -1,6 +1,5 @@
 """Memory before a run: estimates of configs, and what a run prints before it starts."""
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from unet3d.base.types import host_bytes, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import tables
-from unet3d.memory.allocator import read_settings
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
@@ -249,8 +247,7 @@ def _print_step(subject: MemoryEstimate) -> None:
     lines = [f"{subject.parameters:,} parameters; {peak}", tables.guessed(entry), *left_out(subject.config)]
     if subject.step.reserved:
         entry |= subject.step.of_allocator
-        _, notes = read_settings(os.environ)
-        lines += [tables.with_workspaces(entry), tables.replayed(entry), tables.cuda_sizes(entry), *notes]
+        lines += [tables.with_workspaces(entry), tables.replayed(entry), tables.cuda_sizes(entry), *subject.meter.notes]
     print("\n".join(filter(None, lines)), flush=True)
 
 

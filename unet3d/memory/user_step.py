@@ -103,10 +103,9 @@ def on_fake_tensors(model: nn.Module, target: str) -> nn.Module:
     return fake_model
 
 
-def network_name(model: nn.Module) -> str:
-    """Return the class of a network, also of one that recomputes."""
-    network = schedules_of(model).network if isinstance(model, Recomputed) else model
-    return type(network).__name__
+def network_of(model: nn.Module) -> nn.Module:
+    """Return the network itself, of one that recomputes."""
+    return schedules_of(model).network if isinstance(model, Recomputed) else model
 
 
 def find_schedule(model: nn.Module, image: Tensor, policy: MemoryPolicy) -> None:
@@ -143,12 +142,11 @@ def image_explained(model: nn.Module, example: Example, policy: MemoryPolicy) ->
             raise
         if NO_GRADIENT in str(error):
             problem = "the loss has no gradient: forward detaches its output, or computes it without gradients"
-            raise UserError(f"{network_name(model)}: {problem}") from error
-        network = schedules_of(model).network if isinstance(model, Recomputed) else model
+            raise UserError(f"{type(network_of(model)).__name__}: {problem}") from error
         weight = next(model.parameters())
         size, dtype = _size_and_type(example, weight.dtype)
         with torch.autocast(policy.device_type, policy.dtype, policy.dtype is not None):
-            line = cannot_take(network, size, dtype, weight.device)
+            line = cannot_take(network_of(model), size, dtype, weight.device)
         if line is None:
             raise
         raise UserError(line) from error
@@ -215,10 +213,8 @@ def segmentation_loss(output: Any, label: Tensor) -> Tensor:
 def policy_of(amp: bool | str, device_type: str, target: str) -> MemoryPolicy:
     if not isinstance(amp, bool) and amp not in ("bf16", "fp16"):
         raise UserError(f"amp={amp}: give true, false, bf16 or fp16")
-    if not amp:
-        return MemoryPolicy(device_type, None)
-    name = "auto" if amp is True else str(amp)
-    return MemoryPolicy(device_type, amp_dtype(name, target))
+    dtype = amp_dtype("auto" if amp is True else str(amp), target) if amp else None
+    return MemoryPolicy(device_type, dtype)
 
 
 def batch_of(
