@@ -1,4 +1,4 @@
-"""The memory of a training step of any network: measured, predicted, or set beside a limit.
+"""The memory of a training step of any network: measured, predicted, or compared with a limit.
 
 All run the package's one training step, on the user's own module. A prediction runs it on fake tensors, which have
 shapes and no data: it makes nothing as large as a map.
@@ -208,7 +208,7 @@ def _explanation(model: nn.Module, kind: str, batch: Batch, policy: MemoryPolicy
 
 @dataclass(frozen=True)
 class Check:
-    """The predicted peak of steps, which a meter has recorded, beside a limit. Layers have their full names."""
+    """A comparison of predicted steps, which a meter has recorded, with a limit. Layers have their full names."""
 
     meter: LedgerMeter
     name: str  # of the network
@@ -230,7 +230,7 @@ class Check:
 
     @property
     def kinds(self) -> Sequence[str]:
-        """Return the kinds of peak that are known; the last is what the limit is for, as that of `budget=`."""
+        """Return the kinds of peak that are known; the last is what the limit is for, as with `budget=`."""
         return ("tensors", "allocated", "reserved") if self.meter.for_gpu else ("tensors",)
 
     @property

@@ -1,6 +1,8 @@
 """Peak memory of each phase of a step, for the first step and for later ones, read through the step's `mark` alone.
 
-What convolutions take on a GPU beside their results is predicted for fake tensors, and measured by torch's counters."""
+What convolutions take on a GPU in addition to their results is predicted for fake tensors, and measured by torch's
+counters.
+"""
 
 import os
 from collections import defaultdict
@@ -33,7 +35,7 @@ class GpuLedger(Ledger):
         self.empties_cache = False  # before the last step, as a run does: see `CudaMeter`
 
     def requests(self) -> list[tuple[int, int]]:
-        """Return the events with those of workspaces, each of which is released at once, and of an emptied cache."""
+        """Return the events, with workspaces, each of which is released at once, and with the emptied cache."""
         scratch = defaultdict[int, list[tuple[int, int]]](list)  # by how many events come before
         for index, (moment, size) in enumerate(self.workspaces, len(self.storages)):
             if size:
@@ -134,7 +136,7 @@ class Counters:
 
 
 class CudaLedger(Ledger):
-    """A ledger that measures what convolutions request of the allocator beside tensors.
+    """A ledger that measures what convolutions request of the allocator in addition to tensors.
 
     That is cuDNN's workspace, and copies of maps that are not contiguous. `excesses` holds the most bytes of one call,
     by layer and phase.

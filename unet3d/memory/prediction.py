@@ -155,7 +155,7 @@ class Validation(NamedTuple):
 
     bytes: int  # at most
     windows: int  # that a pass sees at once
-    is_by_program: bool = False  # passes follow a program of their own
+    is_by_program: bool = False  # Passes follow a program, too.
 
 
 class Preflight(NamedTuple):
@@ -281,7 +281,7 @@ def _fit_validation(subject: MemoryEstimate) -> Validation:
 
 
 def smallest_validation(asked: Candidate, optimizer_bytes: int, windows: int = 1) -> Validation:
-    """Return what a validation of so many windows at once needs, beside the bytes of the optimizer's state.
+    """Return what a validation of `windows` windows at once needs, with the bytes of the optimizer's state.
 
     With recompute, its passes follow a program where they would need more than the step's bytes.
     """

@@ -398,7 +398,7 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
 
 
 def _lower(candidates: Iterable[Candidate], size: int, until: float, most: int | None = None) -> Iterator[Candidate]:
-    """Yield candidates lower than a size (bytes) and those before, simulated; at most so many, up to a time."""
+    """Yield each candidate that needs less than `size` (bytes) and than those before, until a time; `most` at most."""
     found = 0
     for candidate in candidates:
         if time.monotonic() > until or found == most:

@@ -202,7 +202,7 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
 
 
 def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
-    """Return the predictor that knows what its windows need beside the weights.
+    """Return the predictor that knows what its windows need in addition to the weights.
 
     Where that is more than `free` bytes, half as many windows see the networks at once, and so on down to one.
     """

@@ -208,7 +208,7 @@ def choose_segments(config: Config, model_config: Model) -> Technique:
 
 
 def partitions(stages: int, segments: int) -> Iterator[SegmentStarts]:
-    """Yield all ways to split `stages` stages into so many segments."""
+    """Yield all ways to split `stages` stages into `segments` segments."""
     for later_starts in combinations(range(1, stages), segments - 1):
         yield (0, *later_starts)
 

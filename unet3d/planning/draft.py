@@ -1,4 +1,4 @@
-"""A plan as it is made, and its file: the config so far, and decisions, each with its reason."""
+"""A plan in the making, and its file: the config so far, and decisions, each with its reason."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ class Decision(NamedTuple):
 
 @dataclass
 class Draft:
-    """What has been decided, and what it follows from."""
+    """Decisions so far, and what they follow from."""
 
     config: Config  # Of the run, as far as it is decided; its model has channels and classes.
     given: Collection[str]  # Options of the command line, which stay as they are.
