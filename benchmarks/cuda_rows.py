@@ -28,6 +28,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.memory.allocator import read_settings, replay
+from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import MEASURED_STEPS, open_meter
 from unet3d.memory.simulate import fitted, simulate
 from unet3d.memory.technique import choose_technique
@@ -125,8 +126,8 @@ def memory(training: Training, turn: Turn) -> dict[str, int]:
         training.step(meter.mark)
     measured = meter.summary()["peak_bytes"]
     return {
-        "tensors": ledger.peak_bytes(),
-        "predicted": ledger.peak_requested(),
+        "tensors": most_held(ledger.events),
+        "predicted": most_held(ledger.requests()),
         "replayed": allocated,
         "replay": reserved,
         "requested": stats.get("requested_bytes.all.peak", measured),

@@ -30,7 +30,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from unet3d.base.types import MIB, mib
-from unet3d.memory.ledger import Ledger
+from unet3d.memory.ledger import Ledger, most_held
 from unet3d.recomputing.module import schedules_of
 
 BUDGETS = 8
@@ -171,7 +171,7 @@ def peak_bytes(steps: Steps) -> int:
         ledger.count([*steps.network.parameters(), *steps.network.buffers()])
         ledger.count([list(state.values()) for state in steps.optimizer.state.values()])
         steps.step()
-    return ledger.peak_bytes()
+    return most_held(ledger.events)
 
 
 def table(points: Sequence[Point]) -> list[str]:

@@ -7,7 +7,6 @@ and on a diffusion model of 76,464,439 parameters.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from unet3d.memory.breakdown import held, state_bytes
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.prediction import MemoryEstimate, layer_counts
+from unet3d.memory.prediction import MemoryEstimate
 from unet3d.memory.simulate import fake_batch
 
 
@@ -90,12 +89,12 @@ def forum() -> Iterator[tuple[str, float]]:
 
 def _half(name: str, batch: int) -> MemoryEstimate:
     config = compose.compose([f"model={name}", "data.patch=[320,150,26]", "optim=adam", f"batch={batch}"])
-    return MemoryEstimate(name, config, config.model, torch.float16, STEPS_FOR_PEAK)
+    return MemoryEstimate(config, config.model, name=name, dtype=torch.float16, steps=STEPS_FOR_PEAK)
 
 
 def _weights_and_images(net: MemoryEstimate) -> int:
     with fake_mode():
-        image = fake_batch(net.config, net.options, net.dtype).image.nbytes
+        image = fake_batch(net.config, net.model, net.dtype).image.nbytes
     return image + sum(p.nbytes for p in net.meter.model.parameters())
 
 
@@ -118,15 +117,16 @@ def layers() -> Iterator[tuple[str, float]]:
     ):
         with fake_mode():
             layer, given = kind(*arguments), torch.empty(shape)
-            count = layer_counts(layer, partial(layer, given))[0]
-        for what in ("parameters", "inputs", "outputs"):
-            yield f"{kind.__name__}{arguments} on {shape}: {what}", getattr(count, what)
+            parameters = sum(parameter.numel() for parameter in layer.parameters())
+            counts = {"parameters": parameters, "inputs": given.numel(), "outputs": layer(given).numel()}
+        for what, count in counts.items():
+            yield f"{kind.__name__}{arguments} on {shape}: {what}", count
 
 
 def swish() -> Iterator[tuple[str, float]]:
     """The same network with Swish as two operations and as one that keeps its input alone, batch 8."""
     plain, lean = (
-        MemoryEstimate("unet_small", config, replace(config.model, in_channels=1, classes=4), steps=STEPS_FOR_PEAK)
+        MemoryEstimate(config, replace(config.model, in_channels=1, classes=4), name="unet_small", steps=STEPS_FOR_PEAK)
         for config in (compose.compose(["batch=8", f"model.activation={name}"]) for name in ("swish", "swish_lean"))
     )
     yield "Swish that keeps only its input: saves of the peak", 100 * (1 - lean.step.tensors / plain.step.tensors)

@@ -28,6 +28,7 @@ from torch import nn
 
 from unet3d.base.types import MIB, mib
 from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
@@ -98,7 +99,7 @@ def predict(row: Row, task: Task, count: int) -> Numbers:
     config = config_of(row.network, task)
     technique = choose_technique(config, config.model)
     meter = simulate(config, config.model, technique, steps=STEPS_FOR_PEAK)
-    return {"parameters": parameters_of(meter.model), "peak": meter.ledger.peak_requested()}
+    return {"parameters": parameters_of(meter.model), "peak": most_held(meter.ledger.requests())}
 
 
 def predict_theirs(name: str, task: Task) -> Numbers:
@@ -107,7 +108,7 @@ def predict_theirs(name: str, task: Task) -> Numbers:
         steps = Steps(network_of(name, task).train(), policy_of(name, task), task)
         with closing(LedgerMeter(steps.network, steps.optimizer, for_gpu=task.device == "cuda")) as meter:
             steps.step(meter.mark)
-        return {"parameters": parameters_of(steps.network), "peak": meter.ledger.peak_requested()}
+        return {"parameters": parameters_of(steps.network), "peak": most_held(meter.ledger.requests())}
 
 
 def predicted_bytes(network: Any) -> int:

@@ -10,7 +10,7 @@ from promises import promise
 from test_docs import TEXTS
 from training import PLAIN, TINY, face, train
 
-from unet3d.memory import variants as search_of_ways
+from unet3d.memory import remedies as search_of_ways
 from unet3d.planning import timing
 
 SMALL = {  # takes the place of what a page shows

@@ -23,7 +23,7 @@ from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.memory.prediction import preflight
-from unet3d.memory.segments import choose_segments
+from unet3d.memory.technique import choose_segments
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 

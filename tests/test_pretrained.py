@@ -24,6 +24,8 @@ from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.prepare import PreparedData, prepare_data
+from unet3d.memory.breakdown import phase_peaks
+from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.prediction import estimate
 from unet3d.memory.simulate import simulate
@@ -267,7 +269,7 @@ def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_
     model, optimizer, meter = stepped(config)
     starts = choose_technique(config, config.model)
     predicted = simulate(config, config.model, starts, steps=STEPS_FOR_PEAK)
-    assert predicted.ledger.phase_peaks() == meter.ledger.phase_peaks()
+    assert phase_peaks(predicted.ledger) == phase_peaks(meter.ledger)
     assert predicted.summary()["state"] == meter.summary()["state"]
     slow = {n: p for n, p in model.named_parameters() if optim.is_named(n, config.optim.init_names or ())}
     assert slow and len(slow) < len(list(model.parameters()))
@@ -312,7 +314,7 @@ def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, trans
     assert {*record["loaded"], *HEAD} == state["model"].keys()
     values = yaml.safe_load((folder / "config.yaml").read_text())
     config = compose.from_plain(values | {"model": state["model_options"]})
-    assert memory["measured"]["peak_bytes"] == simulate(config, config.model).ledger.peak_bytes()
+    assert memory["measured"]["peak_bytes"] == most_held(simulate(config, config.model).ledger.events)
     assert all(torch.equal(state["model"][name], before["average"][name]) for name in record["loaded"])
     assert len(state["optimizer"]["state"]) == 2  # of the head's weight and bias
     assert values["optim"]["init_names"] == record["loaded"]
@@ -338,7 +340,7 @@ def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path
 def test_memory_of_a_frozen_start_is_predicted_without_a_run(net: Path) -> None:
     given = words(net, "data.label_map={1:[1,2]}", "optim.init_lr=0")
     found = estimate(with_init_names(given), half=False)
-    head = 4 * (found.options.features[0] * 2 + 2)  # bytes: a weight for each channel and class, a bias for each class
+    head = 4 * (found.model.features[0] * 2 + 2)  # bytes: a weight for each channel and class, a bias for each class
     assert found.entry["state"]["grads"] == head and with_init_names(given[:-1]) == given[:-1]
 
 

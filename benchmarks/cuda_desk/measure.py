@@ -76,10 +76,10 @@ def predicted_peaks(ledger: Ledger) -> list[Peaks]:
         for index, change in ledger.events[last:end]:
             allocator.apply(index, change)
             requested += change
-            now = (requested, allocator.allocated_bytes, allocator.reserved_bytes)
+            now = (requested, *allocator.sizes())
             peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
         steps.append(peaks)
-        peaks = [requested, allocator.allocated_bytes, allocator.reserved_bytes]
+        peaks = [requested, *allocator.sizes()]
         last = end
     return steps
 

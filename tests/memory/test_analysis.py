@@ -16,7 +16,7 @@ from unet3d.base.types import Batch
 from unet3d.cli.memory_of_config import narrowed
 from unet3d.config import compose
 from unet3d.memory import breakdown, tables
-from unet3d.memory.breakdown import Levels
+from unet3d.memory.breakdown import Levels, peak_moment
 from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.prediction import MemoryEstimate, usual_estimates
@@ -32,13 +32,13 @@ FORUM = ("model=forum_mid", "data.patch=[320,150,26]", "batch=2", "amp=true")
 def estimate(*overrides: str) -> MemoryEstimate:
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]", *overrides])
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 3
-    return MemoryEstimate("net", config, config.model, steps=STEPS_FOR_PEAK)
+    return MemoryEstimate(config, config.model, steps=STEPS_FOR_PEAK)
 
 
 @cache
 def forum() -> MemoryEstimate:
     config = compose.compose(FORUM)
-    return MemoryEstimate("forum_mid", config, config.model, steps=STEPS_FOR_PEAK)
+    return MemoryEstimate(config, config.model, name="forum_mid", steps=STEPS_FOR_PEAK)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_the_forum_is_answered() -> None:
     subject = forum()
     location, narrower = tables.peak_location(subject.entry), narrowed(subject)
     assert (location["level"], location["mostly"]) == (0, "activations")
-    assert narrower[0].options.features == [32, 128, 256, 256] and narrower[0].step.tensors < 0.7 * subject.step.tensors
+    assert narrower[0].model.features == [32, 128, 256, 256] and narrower[0].step.tensors < 0.7 * subject.step.tensors
     assert narrower[3].step.tensors > 0.98 * subject.step.tensors and narrower[3].parameters < 0.8 * subject.parameters
     said = sentence(
         {**location, "override": "WIDTHS", "halved_peak_bytes": narrower[0].step.tensors}, subject.step.tensors
@@ -181,7 +181,7 @@ def test_the_timeline_runs_from_the_first_event_of_the_last_step_to_its_peak() -
 
 def test_held_at_the_peak_is_everything_alive() -> None:
     subject = estimate()
-    moment = subject.ledger.peak_moment()
+    moment = peak_moment(subject.ledger)
     groups = breakdown.held(subject.ledger, moment)
     assert sum(group.bytes for group in groups) == subject.step.tensors
     assert sum(group.number for group in groups) == len(subject.ledger.alive_at(moment))
@@ -195,8 +195,7 @@ def test_usual_estimates_miss_the_peak_as_they_do() -> None:
         subject = estimate(
             "model=unet_small", "data.patch=[64,64,64]", "loss=ce", "optim=adam", f"model.activation={activation}"
         )
-        weights = sum(p.nbytes for p in subject.meter.model.parameters())
-        found = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
+        found = usual_estimates(subject)
         errors[activation] = [size / subject.step.tensors - 1 for size in found.values()]
     assert list(found)[3].startswith("torchinfo")
     four_times_weights, _, with_backward, torchinfo, *_, what_autograd_saves = errors["relu"]

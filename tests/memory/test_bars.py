@@ -13,7 +13,7 @@ from unet3d.base.errors import UserError
 from unet3d.cli import memory_of_config, memory_of_several
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory import variants as search_of_ways
+from unet3d.memory import remedies as search_of_ways
 from unet3d.memory.prediction import preflight
 from unet3d.memory.remedies import oom_suggestions
 

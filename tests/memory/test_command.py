@@ -70,7 +70,7 @@ def test_a_relative_with_more_parameters_and_a_lower_peak_is_explained(
 ) -> None:
     monkeypatch.setattr("unet3d.config.compose.choices", lambda group: ["forum_32"])
     monkeypatch.setattr("unet3d.cli.memory_of_config.narrowed", lambda subject: {})
-    monkeypatch.setattr("unet3d.cli.memory_of_config.variants.single_techniques", lambda asked: [])
+    monkeypatch.setattr("unet3d.cli.memory_of_config.remedies.single_techniques", lambda asked: [])
     words = ["data.patch=[48,32,32]", "batch=1", "amp=true", "model.in_channels=1", "model.classes=2", *PLAIN]
     assert memory("model=forum_small", *words) == 0
     said = capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_a_network_has_relatives_unless_its_widths_are_set(words: list[str], rel
 def test_a_network_of_the_users_own_has_no_widths_and_no_relatives() -> None:
     """It has no levels, so its options name no features."""
     subject = estimate(["model=unet_tiny", *NET], half=False)
-    own = replace(subject, options=replace(subject.options, features=[]))
+    own = replace(subject, model=replace(subject.model, features=[]))
     assert family(own, []) == [own] and not narrowed(own)
 
 

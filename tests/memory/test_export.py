@@ -11,10 +11,10 @@ from promises import promise
 from torch.cuda import _memory_viz
 
 from unet3d.config import compose
-from unet3d.memory import export
-from unet3d.memory.ledger import CATEGORIES, Ledger
+from unet3d.memory import breakdown
+from unet3d.memory.ledger import CATEGORIES, Ledger, most_held
 from unet3d.memory.meter import MEASURED_STEPS
-from unet3d.memory.technique import predicted
+from unet3d.memory.prediction import MemoryEstimate
 
 VIEWER_KNOWS = {
     *("PROTO", "FRAME", "MEMOIZE", "MARK", "STOP", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -26,7 +26,7 @@ VIEWER_KNOWS = {
 def simulated(*overrides: str) -> Ledger:
     config = compose.compose(list(overrides))
     config.model.in_channels, config.model.classes = config.model.in_channels or 1, config.model.classes or 4
-    return predicted(config, config.model).ledger
+    return MemoryEstimate(config, config.model).ledger
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,14 @@ def forum() -> Ledger:
 
 
 def written(ledger: Ledger, folder: Path) -> dict:
-    export.write_snapshot(ledger, folder / "snapshot.pickle")
+    breakdown.write_snapshot(ledger, folder / "snapshot.pickle")
     return pickle.loads((folder / "snapshot.pickle").read_bytes())
 
 
 @promise("What scripts rely on", "memory/snapshot.pickle ...")
 @pytest.mark.slow
 def test_the_viewer_can_unpickle_a_snapshot(forum: Ledger, tmp_path: Path) -> None:
-    export.write_snapshot(forum, tmp_path / "snapshot.pickle")
+    breakdown.write_snapshot(forum, tmp_path / "snapshot.pickle")
     data = (tmp_path / "snapshot.pickle").read_bytes()
     assert data[:2] == b"\x80\x04"
     names = {opcode.name for opcode, _, _ in pickletools.genops(data)}
@@ -84,7 +84,7 @@ def test_addresses_of_a_snapshot_are_reused_and_never_shared(small: Ledger, tmp_
         elif event["action"] == "free_completed":
             assert alive.pop(start) == event["size"]
     assert alive == {b["address"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"}
-    assert small.peak_bytes() <= segment["total_size"] < sum(s.bytes for s in small.storages) / 10
+    assert most_held(small.events) <= segment["total_size"] < sum(s.bytes for s in small.storages) / 10
 
 
 def test_blocks_of_a_snapshot_fill_the_segment(small: Ledger, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_lowest_gap_that_fits_is_taken() -> None:
         large, exact = torch.empty(101), torch.empty(100)
         del second
         inside = torch.empty(20)
-    assert export.first_fit(ledger) == [0, 400, 600, 640, 0, 400]
+    assert breakdown.first_fit(ledger) == [0, 400, 600, 640, 0, 400]
     assert third.numel() + large.numel() + exact.numel() + inside.numel()
 
 
@@ -138,7 +138,7 @@ def test_torchs_own_reader_takes_a_snapshot(small: Ledger, tmp_path: Path) -> No
 
 
 def test_frames_say_what_made_a_storage(small: Ledger) -> None:
-    [[_, *trace]] = export.viewer_snapshot(small)["device_traces"]
+    [[_, *trace]] = breakdown.viewer_snapshot(small)["device_traces"]
     stacks = [event["frames"] for event in trace]
     found = {(made["name"], made["filename"].split(",")[0].split()[-1], step["name"]) for made, step in stacks}
     assert ("convolution", "inc.conv2", "forward") in found

@@ -18,22 +18,25 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import MIB, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
-from unet3d.memory import variants as search_of_ways
+from unet3d.memory import remedies as search_of_ways
 from unet3d.memory.peak import Peak
 from unet3d.memory.prediction import peaks_without, preflight
-from unet3d.memory.remedies import find_fit, oom_in_validation, oom_suggestions, pareto_front
-from unet3d.memory.simulate import validation_peak
-from unet3d.memory.technique import choose_technique, step_peak
-from unet3d.memory.variants import (
+from unet3d.memory.remedies import (
     Candidate,
     cheaper_activation,
     depends_on_batch,
+    find_fit,
     halves,
+    oom_in_validation,
+    oom_suggestions,
+    pareto_front,
     replaced,
-    simulated,
     single_techniques,
     ways,
 )
+from unet3d.memory.simulate import validation_peak
+from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.recomputing.plans import Technique
 
 WORDS = (
     *("model=unet_tiny", "model.features=[8,16]", "data.patch=[4,16,16]", "batch=2", "model.norm=none"),
@@ -49,7 +52,7 @@ def config(*overrides: str) -> Config:
 
 def option(*overrides: str) -> Candidate:
     asked = config(*overrides)
-    return Candidate((), "nothing", asked, asked.model)
+    return Candidate(asked, asked.model)
 
 
 @cache
@@ -144,7 +147,7 @@ def test_fit_says_when_nothing_does(
 def test_the_cheapest_that_fits_is_found(without_recompute: None) -> None:
     """Among all options that fit, the same result and the least recomputation."""
     asked = option("ckpt=3")
-    every = sorted(map(simulated, ways(asked)), key=Candidate.cost)
+    every = sorted(ways(asked), key=Candidate.cost)
     for row in every[:: len(every) // 4]:
         _, best = find_fit(asked, row.step.tensors)
         assert best.step.tensors <= row.step.tensors
@@ -156,22 +159,25 @@ def test_a_network_that_needs_less_than_known_ones_is_not_made_smaller(monkeypat
     for name, share in [*search_of_ways.SHARES.items()]:
         monkeypatch.setitem(search_of_ways.SHARES, name, 8 * share)
     asked = option("ckpt=0")
-    tiles = simulated(asked._replace(config=replace(asked.config, recompute="tiles")))
+    tiles = replace(asked, config=replace(asked.config, recompute="tiles"))
     _, best = find_fit(asked, tiles.step.tensors)
     assert best.step.tensors <= tiles.step.tensors
     assert best.model == asked.model and best.config.data == asked.config.data
 
 
 def test_the_front_holds_what_nothing_cheaper_beats() -> None:
-    bare = config()
-    rows = [
-        Candidate(("a",), "nothing", bare, bare.model, Peak(100), 0.0),
-        Candidate(("b",), "rounding", bare, bare.model, Peak(60), 0.1),
-        Candidate(("c", "d"), "nothing", bare, bare.model, Peak(60), 0.1),
-        Candidate(("c",), "nothing", bare, bare.model, Peak(80), 0.2),
-        Candidate(("e",), "statistics", bare, bare.model, Peak(70), 0.1),
-        Candidate(("f",), "statistics", bare, bare.model, Peak(50), 0.3),
-    ]
+    known = {
+        ("a",): ("nothing", 100, 0.0),
+        ("b",): ("rounding", 60, 0.1),
+        ("c", "d"): ("nothing", 60, 0.1),
+        ("c",): ("nothing", 80, 0.2),
+        ("e",): ("statistics", 70, 0.1),
+        ("f",): ("statistics", 50, 0.3),
+    }
+    rows = []
+    for words, (changes, peak, repeated) in known.items():
+        rows.append(Candidate(config(), config().model, words, changes))
+        vars(rows[-1]).update(step=Peak(peak), technique=Technique(forward_recompute_fraction=repeated))
     assert [row.overrides for row in pareto_front(rows)] == [("a",), ("b",), ("e",), ("f",)]
 
 
@@ -198,8 +204,8 @@ def test_overrides_replace_those_of_the_same_option() -> None:
 def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[str], changed: list[list[str]]) -> None:
     asked = option("data.patch=[8,16,8]", *overrides)
     model = replace(asked.model, kernels=3)
-    first = asked._replace(model=model)
-    found = [simulated(row) for row in (first, *halves(first))]
+    first = replace(asked, model=model)
+    found = [first, *halves(first)]
     assert [[word.partition("=")[0] for word in row.overrides] for row in found] == changed
     assert all(later.step.tensors < earlier.step.tensors for earlier, later in pairwise(found))
 
@@ -207,8 +213,8 @@ def test_smaller_networks_and_patches_stop_where_there_is_none(overrides: list[s
 @pytest.mark.slow
 def test_tiles_cost_convolutions_and_lean_few() -> None:
     large = ("batch=1", "data.patch=[4,24,40]")
-    prices = [simulated(option(lever, *large)) for lever in ("recompute=lean", "recompute=tiles")]
-    assert prices[0].step_recompute_fraction < 0.05 < prices[1].step_recompute_fraction < 0.5
+    prices = [option(lever, *large) for lever in ("recompute=lean", "recompute=tiles")]
+    assert prices[0].repeated < 0.05 < prices[1].repeated < 0.5
     assert prices[1].step.tensors < prices[0].step.tensors < peak_of(*large)
 
 
@@ -245,7 +251,7 @@ def test_further_ways_are_simulated_one_by_one() -> None:
 def test_what_saves_nothing_is_not_suggested(norm: str, without_recompute: None) -> None:
     """Mixed precision makes group norm need more on CUDA. Recompute saves by itself."""
     asked = option("device=cuda", f"model.norm={norm}", "model.features=[8,8]", "data.patch=[16,16,16]", "batch=1")
-    rows = [simulated(row) for row in ways(asked) if not row.config.ckpt]
+    rows = [row for row in ways(asked) if not row.config.ckpt]
     assert any("amp=true" in row.overrides for row in pareto_front(rows)) == (norm == "instance")
 
 
@@ -316,7 +322,7 @@ def test_a_search_after_out_of_memory_that_takes_long_ends_with_what_it_has() ->
 def test_on_cuda_a_budget_is_of_what_the_allocator_reserves(without_recompute: None) -> None:
     """A small network's tensors lie in a segment of 2 MiB for each of the allocator's pools."""
     words = ("device=cuda", *ONE_PATCH)
-    asked = simulated(option(*words))
+    asked = option(*words)
     assert asked.step.tensors < 2 * MIB <= asked.step.reserved
     title, *_, end = refusal(*words, f"budget={asked.step.reserved / MIB - 1}MiB")
     assert "budget=" in title and mib(asked.step.reserved) in end
@@ -334,13 +340,13 @@ def test_a_step_that_a_gpu_has_no_room_for_is_refused_with_what_fits(
     gpu: list[int], capsys: pytest.CaptureFixture
 ) -> None:
     words = ("device=cuda", "dry_run=false", "model.features=[16,32]", "data.patch=[16,32,32]")
-    asked = simulated(option(*words))
+    asked = option(*words)
     gpu[:] = [asked.step.reserved - 1, 2 * asked.step.reserved]
     title, *rows = refusal(*words)
     assert mib(asked.step.reserved) in title and mib(2 * asked.step.reserved) in title
     assert words_in(rows[-1]) and "reserves" in rows[-1]
     changed = option(*words, *words_in(rows[-1]))
-    assert simulated(changed).step.reserved < asked.step.reserved
+    assert changed.step.reserved < asked.step.reserved
     gpu[0] = asked.step.reserved
     capsys.readouterr()
     preflight(asked.config, asked.model)
@@ -417,8 +423,7 @@ def test_a_budget_that_was_too_high_is_the_first_thing_to_go(without_recompute: 
 
 def test_an_option_is_simulated_with_the_segments_that_a_run_chooses() -> None:
     asked = option("ckpt=2", "optim=adamw")
-    found = simulated(asked)
-    assert found.segments == 2 and found.step_recompute_fraction > 0
+    assert len(asked.technique.segment_starts) == 2 and asked.repeated > 0
     memory = preflight(asked.config, asked.model).memory
-    assert memory["predicted"]["peak_bytes"] == found.step.tensors
+    assert memory["predicted"]["peak_bytes"] == asked.step.tensors
     assert memory["without"] == {"ckpt=2": peak_of("optim=adamw")}

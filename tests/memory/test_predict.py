@@ -15,11 +15,12 @@ from unet3d.base.types import IGNORE, Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
+from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.prediction import preflight
+from unet3d.memory.prediction import MemoryEstimate, preflight
+from unet3d.memory.remedies import resized
 from unet3d.memory.simulate import simulate
-from unet3d.memory.technique import choose_technique, predicted, step_peak
-from unet3d.memory.variants import resized
+from unet3d.memory.technique import choose_technique, step_peak
 from unet3d.recomputing.plans import Technique
 from unet3d.training import optim
 from unet3d.training.step import train_step
@@ -131,7 +132,7 @@ def test_every_named_network_is_predicted_to_the_byte(name: str) -> None:
 @pytest.mark.slow
 def test_a_prediction_chooses_segments_as_a_run_does() -> None:
     options = config("ckpt=3")
-    meter = predicted(options, options.model)
+    meter = MemoryEstimate(options, options.model).meter
     measured = measure(options, choose_technique(options, options.model), MEASURED_STEPS)
     assert meter.summary() == measured
 
@@ -141,14 +142,14 @@ def test_a_full_width_forum_net_is_predicted_without_its_gigabytes() -> None:
     """320 x 150 x 26 voxels, batch 2: the smaller net needs more, because it joins 192 channels at full resolution."""
     forum = ["data.patch=[320,150,26]", "batch=2", "amp=true"]
     large, mid = (compose.compose([f"model=forum_{name}", *forum]) for name in ("large", "mid"))
-    peaks = [simulate(c, c.model, steps=1).ledger.peak_bytes() for c in (large, mid)]
+    peaks = [most_held(simulate(c, c.model, steps=1).ledger.events) for c in (large, mid)]
     assert peaks[1] > peaks[0] > 2**31
 
 
 @pytest.mark.slow
 def test_a_run_over_its_budget_stops_and_one_within_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unet3d.memory.variants.WITH_BUDGET", ())
-    monkeypatch.setattr("unet3d.memory.variants.PLANS", ())  # what would need less: without recompute, which takes long
+    monkeypatch.setattr("unet3d.memory.remedies.WITH_BUDGET", ())
+    monkeypatch.setattr("unet3d.memory.remedies.PLANS", ())  # what would need less: without recompute, which takes long
     options = config("batch=1", *PLAIN)
     peak = step_peak(options, options.model).tensors
     options.budget = f"{(peak - 4) / 2**20}MiB"

@@ -14,16 +14,16 @@ from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.segments import (
+from unet3d.memory.ledger import most_held
+from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import (
     SegmentStarts,
     StageProfile,
     choose_segments,
     partitions,
     profile_stages,
     ranking_peak,
-    simulated_steady_peak,
 )
-from unet3d.memory.simulate import simulate
 from unet3d.recomputing.plans import Technique
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages
@@ -54,9 +54,9 @@ def chosen(ckpt: int, *overrides: str) -> SegmentStarts:
 
 @cache
 def true_peak(segment_starts: SegmentStarts, *overrides: str) -> int:
-    return simulate(
-        config(*overrides), config(*overrides).model, Technique(segment_starts), steps=2
-    ).ledger.peak_bytes()
+    return most_held(
+        simulate(config(*overrides), config(*overrides).model, Technique(segment_starts), steps=2).ledger.events
+    )
 
 
 def all_partitions(stages: int) -> list[SegmentStarts]:
@@ -104,15 +104,6 @@ def test_where_weights_set_the_peak_no_segments_lower_it() -> None:
     assert found.update > max(*found.forward, *found.backward)
     asked = chosen(3, *wide)
     assert len(asked) > 1 and true_peak(asked, *wide) == true_peak((), *wide)
-
-
-@pytest.mark.slow
-def test_one_simulated_step_gives_the_peak_of_later_ones() -> None:
-    """What a budget is compared with is what the run is predicted to need."""
-    overrides = ("model=unet_tiny", "model.features=[8,16]", "amp=true")
-    asked = config(*overrides)
-    found = simulated_steady_peak(asked, asked.model, profiled(*overrides), (0, 2, 3))
-    assert found == true_peak((0, 2, 3), *overrides)
 
 
 def test_more_segments_than_stages_are_refused() -> None:

@@ -29,6 +29,7 @@ from unet3d import build
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Config
+from unet3d.memory.ledger import most_held
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
 from unet3d.training import optim
@@ -54,7 +55,7 @@ def config(*overrides: str) -> Config:
 def ledger_peak(*overrides: str) -> int:
     found = config(*overrides)
     starts = choose_technique(found, found.model)
-    return simulate(found, found.model, starts, steps=STEPS).ledger.peak_bytes()
+    return most_held(simulate(found, found.model, starts, steps=STEPS).ledger.events)
 
 
 class Change(NamedTuple):

@@ -5,7 +5,7 @@ import torch
 
 from unet3d import build
 from unet3d.config import compose
-from unet3d.memory.ledger import Ledger
+from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.simulate import simulate, validation_peak
 from unet3d.memory.technique import choose_technique
@@ -36,7 +36,7 @@ def test_windows_are_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
         ledger.claim(parameter, "params", "")
     with ledger, torch.no_grad():
         predictor.window_logits(torch.zeros(predictor.batch, 1, 24, 16, 16))
-    assert validation_peak(config, config.model, 1000) == ledger.peak_bytes() + 1000
+    assert validation_peak(config, config.model, 1000) == most_held(ledger.events) + 1000
 
 
 @pytest.mark.parametrize("words", [("ckpt=2",), ("amp=true", "ckpt=3", *MIRRORED)])
@@ -46,7 +46,7 @@ def test_the_windows_of_a_micro_batch_need_less_than_its_step(words: tuple[str, 
     technique = choose_technique(config, config.model)
     meter = simulate(config, config.model, technique, steps=STEPS_FOR_PEAK)
     state = meter.summary()["state"]["optimizer"]
-    assert validation_peak(config, config.model, state) < meter.ledger.peak_bytes()
+    assert validation_peak(config, config.model, state) < most_held(meter.ledger.events)
 
 
 def test_a_validation_on_cuda_has_the_windows_of_a_micro_batch() -> None:

@@ -15,6 +15,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
 from unet3d.memory.allocator import EMPTY_CACHE
+from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import MEASURED_STEPS, Counters, CudaMeter, GpuLedger
 from unet3d.memory.prediction import preflight
 from unet3d.memory.simulate import simulate
@@ -121,8 +122,8 @@ WEIGHT = 2 * 16 * 8 * 27
 
 def test_a_workspace_is_requested_while_the_results_are_there_and_released_at_once() -> None:
     ledger = convolved(large=1)
-    assert ledger.peak_bytes() == IMAGE + WEIGHT + OUTPUT
-    assert ledger.peak_requested() == ledger.peak_bytes() + IMAGE + OUTPUT + WEIGHT
+    assert most_held(ledger.events) == IMAGE + WEIGHT + OUTPUT
+    assert most_held(ledger.requests()) == most_held(ledger.events) + IMAGE + OUTPUT + WEIGHT
     assert sum(change for _, change in ledger.requests()) == sum(change for _, change in ledger.events)
 
 
@@ -138,7 +139,7 @@ def test_a_simulated_run_empties_the_cache_before_its_last_step() -> None:
 
 def test_what_fits_below_a_peak_elsewhere_adds_nothing() -> None:
     ledger = convolved(large=MIB)
-    assert ledger.peak_requested() == ledger.peak_bytes()
+    assert most_held(ledger.requests()) == most_held(ledger.events)
 
 
 def test_a_prediction_for_a_gpu_states_it_and_one_for_the_cpu_does_not(capsys: pytest.CaptureFixture[str]) -> None:

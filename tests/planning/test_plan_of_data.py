@@ -294,6 +294,16 @@ def test_data_behind_links_is_planned_by_the_command_that_check_data_prints(
     assert config.data.allow_outside and config.data.root == str(root)
 
 
+def test_regions_of_more_labels_than_there_are_regions_are_read_and_each_has_its_share(tmp_path: Path) -> None:
+    labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3]}
+    root = make_brain(tmp_path / "brain", labels=labels, regions_class_order=[1, 2])
+    read = read_fingerprint(compose.compose(["data=nnunet", f"data.root={root}"]).data)
+    background, whole, core = read.classes
+    assert (background.name, whole.name, core.name) == ("background", "whole", "core")
+    assert 0 < core.voxels < whole.voxels and background.voxels + whole.voxels == pytest.approx(1)
+    assert whole.cases == core.cases == 1
+
+
 @pytest.mark.slow
 def test_a_plan_is_trained_and_its_receipt_is_exact(tmp_path: Path) -> None:
     """The data set has regions."""

@@ -67,6 +67,22 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "normalisation backward": lambda x, y: aten.native_batch_norm_backward(
         x, x, *four(y)[:3], *four(y)[:2], False, 0.0, [True, True, True]
     ),
+    "normalisation in training": lambda x, y: aten.native_batch_norm(
+        x.float(), *four(y)[:2], None, None, True, 0.1, 1e-5
+    ),
+    "normalisation in training, with running statistics": lambda x, y: aten.native_batch_norm(
+        x.float(), *four(y), True, 0.1, 1e-5
+    ),
+    "normalisation in training, backward": lambda x, y: aten.native_batch_norm_backward(
+        x, x, *four(y)[:3], *four(y)[:2], True, 1e-5, [True, True, True]
+    ),
+    "add": lambda x, y: aten.add(x, y),
+    "add a number": lambda x, y: aten.add(x, 1e-5),
+    "leaky_relu": lambda x, y: aten.leaky_relu(x, 0.01),
+    "leaky_relu_backward": lambda x, y: aten.leaky_relu_backward(x, x, 0.01, False),
+    "leaky_relu_backward of two layouts": lambda x, y: aten.leaky_relu_backward(y.to(x.dtype), x, 0.01, False),
+    "new_empty_strided": lambda x, y: aten.new_empty_strided(x, [2, 3], [1, 2]),
+    "repeat": lambda x, y: aten.repeat(x, [1, 2, 1, 1, 1]),
     "_foreach_add": lambda x, y: aten._foreach_add([y, x], [x, y], alpha=2),
     "_foreach_add_": lambda x, y: aten._foreach_add_([y, y], [x, x]),
     "_foreach_copy_": lambda x, y: aten._foreach_copy_([y, x], [x, y]),

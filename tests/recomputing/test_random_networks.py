@@ -21,7 +21,7 @@ from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.plans import PLANS
 
 GRAPHS = 20
-CONFIGS = 100  # of our network
+CONFIGS = 60  # of our network
 CLOSE = 1e-10  # of float64, relative to the largest number of its kind
 DRAWN = 50  # one of so many goes by schedules that are drawn at random, too, and as on a GPU
 MOST_VOXELS = 1500

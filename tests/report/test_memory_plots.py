@@ -17,7 +17,7 @@ from unet3d.config import compose
 from unet3d.memory import breakdown
 from unet3d.memory.ledger import CATEGORIES
 from unet3d.memory.meter import LedgerMeter
-from unet3d.memory.technique import predicted
+from unet3d.memory.prediction import MemoryEstimate
 from unet3d.report import memory_plots
 
 Draw = Callable[..., Axes]
@@ -30,7 +30,7 @@ def meter() -> LedgerMeter:
     """The meter of some simulated steps of a small network."""
     config = compose.compose(["model=unet_tiny", "data.patch=[16,16,16]"])
     config.model.in_channels, config.model.classes = 2, 3
-    return predicted(config, config.model)
+    return MemoryEstimate(config, config.model).meter
 
 
 def entry_of(layers: dict[str, int | None]) -> dict[str, Any]:

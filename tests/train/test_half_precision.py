@@ -15,7 +15,8 @@ from unet3d import build
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.memory.meter import open_meter
-from unet3d.memory.technique import choose_technique, predicted
+from unet3d.memory.prediction import MemoryEstimate
+from unet3d.memory.technique import choose_technique
 from unet3d.model import half_precision
 from unet3d.model.half_precision import Options, computes_here, convolutions, slabs
 from unet3d.model.unet import UNet3D
@@ -199,7 +200,7 @@ def test_checkpointing_changes_no_bit_in_half_precision(force: Callable, dtype: 
 def test_the_prediction_has_every_byte_of_the_measured_ledger(force: Callable) -> None:
     force(has_kernels=False, slab_bytes=2**16)
     config, model, batch = network("amp=true", "ckpt=2")
-    expected = predicted(config, config.model).summary()
+    expected = MemoryEstimate(config, config.model).entry
     policy = build.policy(config, "cpu", choose_technique(config, config.model))
     optimizer = optim.optimizer(config.optim, model)
     meter = open_meter(model, optimizer)

@@ -22,7 +22,7 @@ from unet3d.config.schema import Model
 from unet3d.data.patches import choose_centre, crop, prepare
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.ledger import Ledger
+from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
@@ -341,7 +341,7 @@ def most_bytes(size: tuple[int, ...], window: int, classes: int) -> int:
     with ledger:
         for _ in found.strips(image):
             pass
-    return ledger.peak_bytes() - image.nbytes
+    return most_held(ledger.events) - image.nbytes
 
 
 def worst_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> tuple[int, ...]:
@@ -529,9 +529,9 @@ def test_the_bytes_of_sums_are_those_that_a_device_holds(batch: int) -> None:
     assert len(sums) == 2 and sum(sums) + window + strip == seen.needed
     a_pass = batch * (1 + 1 + seen.classes) * window  # tiles, their copies for the network, logits
     weights = 4 * 2 * seen.classes
-    assert sum(sums) + window < seen.ledger.peak_bytes() <= seen.needed + a_pass + weights
+    assert sum(sums) + window < most_held(seen.ledger.events) <= seen.needed + a_pass + weights
     elsewhere = Seen(batch=batch, sums_on_device=False)
-    assert elsewhere.ledger.peak_bytes() == a_pass + weights
+    assert most_held(elsewhere.ledger.events) == a_pass + weights
 
 
 def test_sums_are_on_the_device_where_they_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

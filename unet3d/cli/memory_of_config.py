@@ -16,7 +16,7 @@ from unet3d.base.progress import track
 from unet3d.base.terminal import WIDE, plain_text
 from unet3d.base.types import Table, mib, percent
 from unet3d.config import compose
-from unet3d.memory import breakdown, tables, variants
+from unet3d.memory import breakdown, remedies, tables
 from unet3d.memory.allocator import Settings
 from unet3d.memory.breakdown import layer_names, stage_of
 from unet3d.memory.meter import STEPS_FOR_PEAK
@@ -60,7 +60,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
     advice = tables.peak_location(subject.entry)
     halved = narrower.get(advice["level"])
     if halved is not None:
-        advice["override"] = " ".join(variants.width_overrides(halved.options))
+        advice["override"] = " ".join(remedies.width_overrides(halved.model))
         advice["halved_peak_bytes"] = halved.step.tensors
     without = subject.without()
     sections = [
@@ -93,10 +93,10 @@ def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
     A level is left out where that cannot be: where groups of 8 would have 4 channels, for example.
     """
     narrower = {}
-    for level in range(len(subject.options.features)):
-        model_config = variants.resized(subject.options, partial(scaled_width, 0.5, [level]))
-        if model_config != subject.options and variants.is_allowed(subject.config, model_config):
-            narrower[level] = replace(subject, options=model_config, steps=STEPS_FOR_PEAK)
+    for level in range(len(subject.model.features)):
+        model_config = remedies.resized(subject.model, partial(scaled_width, 0.5, [level]))
+        if model_config != subject.model and remedies.is_allowed(subject.config, model_config):
+            narrower[level] = replace(subject, model=model_config, steps=STEPS_FOR_PEAK)
     return narrower
 
 
@@ -114,7 +114,7 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
     named = None
     with suppress(UserError):  # the named network is too deep for this patch
         named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
-    if named is None or not subject.options.features:
+    if named is None or not subject.model.features:
         return [subject]
     if (named.features, named.decoder) != (model_config.features, model_config.decoder):
         return [subject]
@@ -162,9 +162,7 @@ def _of_options(subject: MemoryEstimate, without: Mapping[str, int]) -> Iterator
     if subject.technique.program is not None:
         yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
     yield "What parameters cost", tables.state(subject.entry, subject.parameters)
-    weights = sum(parameter.nbytes for parameter in subject.meter.model.parameters())
-    usual = usual_estimates(subject.counts(), subject.parameters, weights, subject.saved)
-    yield "Usual estimates and their error", tables.estimates(usual, peak)
+    yield "Usual estimates and their error", tables.estimates(usual_estimates(subject), peak)
 
 
 def _of_others(
@@ -182,7 +180,7 @@ def _of_others(
 
 def _groups(subject: MemoryEstimate) -> Table:
     """Return the largest groups of equal tensors at the peak."""
-    groups = breakdown.held(subject.ledger, subject.ledger.peak_moment())[:GROUPS_SHOWN]
+    groups = breakdown.held(subject.ledger, breakdown.peak_moment(subject.ledger))[:GROUPS_SHOWN]
     rows = []
     for group in groups:
         tensors = f"{group.number} x {group.shape} {group.dtype}"
@@ -193,9 +191,8 @@ def _groups(subject: MemoryEstimate) -> Table:
 
 def _further(subject: MemoryEstimate) -> Table:
     """Return the peak with each option that saves memory and that the step does not use."""
-    asked = variants.Candidate((), "nothing", subject.config, subject.options)
     rows = []
-    for option in variants.single_techniques(asked):
+    for option in remedies.single_techniques(subject):
         less = subject.step.tensors - option.step.tensors
         rows.append(
             [
@@ -203,7 +200,7 @@ def _further(subject: MemoryEstimate) -> Table:
                 mib(option.step.tensors),
                 mib(less),
                 percent(less, subject.step.tensors),
-                f"{option.step_recompute_fraction:+.0%}",
+                f"{option.repeated:+.0%}",
                 option.changes,
             ]
         )
@@ -212,7 +209,7 @@ def _further(subject: MemoryEstimate) -> Table:
 
 def _schedules(subject: MemoryEstimate) -> Table:
     """Return what the plain step needs and, with recompute, steps of ever more work."""
-    plain = step_peak(replace(subject.config, recompute="none"), subject.options).tensors
+    plain = step_peak(replace(subject.config, recompute="none"), subject.model).tensors
     rows = [["recompute=none", "1.00", mib(plain), ""]]
     for work, size in sizes_of_schedules(subject):
         rows.append(["recompute=auto", f"{work:.2f}", mib(size), percent(plain - size, plain)])
@@ -221,11 +218,11 @@ def _schedules(subject: MemoryEstimate) -> Table:
 
 def sizes_of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
     """Return work (in forward passes) and peak (bytes) of steps by some schedules, from the least work on."""
-    techniques = some_schedules(subject.config, subject.options, subject.dtype)
+    techniques = some_schedules(subject.config, subject.model, subject.dtype)
     points = []
     for technique in track(techniques, "schedules"):
         assert technique.program is not None
-        step = step_peak(subject.config, subject.options, technique)
+        step = step_peak(subject.config, subject.model, technique)
         points.append((technique.program.schedule.work, step.tensors))
     return points
 
@@ -276,7 +273,7 @@ def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> 
         rows.append(
             [
                 str(level),
-                f"{subject.options.features[level]} -> {other.options.features[level]}",
+                f"{subject.model.features[level]} -> {other.model.features[level]}",
                 mib(other.step.tensors),
                 f"{change:+.0%}",
                 f"{other.parameters:,}",
@@ -295,7 +292,7 @@ def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
         rows.append(
             [
                 relative.name,
-                "-".join(map(str, relative.options.features)),
+                "-".join(map(str, relative.model.features)),
                 f"{relative.parameters:,}",
                 mib(relative.step.tensors),
                 f"{full_resolution / relative.step.tensors:.0%}",
@@ -307,8 +304,8 @@ def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
 
 def _joined(subject: MemoryEstimate) -> str:
     """Return the channels of the skip and of what comes from below where a U-Net joins them at full resolution."""
-    stage = f"up{len(subject.options.features) - 1}"
-    skip = subject.options.features[0]
+    stage = f"up{len(subject.model.features) - 1}"
+    skip = subject.model.features[0]
     for storage in subject.ledger.storages:
         if storage.operation == "aten.cat.default" and stage_of(storage.scope.module) == stage:
             channels = storage.shape[1]

@@ -18,7 +18,7 @@ from unet3d.base.types import Table, budget_bytes, mib
 from unet3d.cli.memory_of_several import own_words
 from unet3d.config.schema import Config
 from unet3d.memory import any_network
-from unet3d.memory.any_network import Explanation, check_step
+from unet3d.memory.any_network import Check, Explanation
 from unet3d.memory.prediction import MemoryEstimate, left_out, recompute_line
 from unet3d.memory.tables import guessed
 from unet3d.recomputing.module import Recomputed, schedules_of
@@ -112,7 +112,7 @@ def print_peaks(
         program = found.program
         work = "" if program is None else f"{program.schedule.work - 1:+.0%}" if program.saves_memory else "runs plain"
         row = [" ".join(words), mib(found.peak_bytes), f"{found.peak_bytes / first_peak - 1:+.1%}", work]
-        if found.is_for_cuda:
+        if "reserved_bytes" in found.entry:
             row.append(mib(found.entry["reserved_bytes"]))
         rows.append(row)
     heads = ["config", "peak (MiB, predicted)", "change", "forward work", "reserved (MiB)"][: max(map(len, rows))]
@@ -129,10 +129,10 @@ def print_check(predict: Callable[[], Explanation | MemoryEstimate], config: Con
     """
     with redirect_stdout(sys.stderr):
         subject = predict()
-        check = check_step(subject.meter, subject.name, budget_bytes(flags.below))
-    notes = [*left_out(config), *check.notes]
-    if check.guesses:
-        notes.append(guessed({"guesses": check.guesses}))
+        check = Check(subject.meter, subject.name, budget_bytes(flags.below))
+    notes = [*left_out(config), *check.meter.notes]
+    if check.meter.guesses:
+        notes.append(guessed({"guesses": check.meter.guesses}))
     for note in notes:
         warn(note)
     print(json.dumps(check.as_json(flags.depth), indent=2) if flags.json else escaped(check.line))

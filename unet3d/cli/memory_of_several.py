@@ -15,7 +15,7 @@ from unet3d.base.progress import track
 from unet3d.base.terminal import NARROW, WIDE, narrow_tables, paper, terminal_table
 from unet3d.base.types import MIB, Table, budget_bytes, mib
 from unet3d.cli.memory_of_config import scaled_width, sizes_of_schedules
-from unet3d.memory import remedies, tables, variants
+from unet3d.memory import remedies, tables
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.prediction import MemoryEstimate, estimate
 from unet3d.memory.technique import step_peak
@@ -135,26 +135,26 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
 def _points(subject: MemoryEstimate) -> Iterator[tuple[str, float, str, int, int]]:
     """Yield what varies, its value, the overrides, parameters and peak: of schedules, then of the other options."""
     if subject.technique.program is not None:
-        plain = step_peak(replace(subject.config, recompute="none"), subject.options)
+        plain = step_peak(replace(subject.config, recompute="none"), subject.model)
         for work, peak in [(1.0, plain.tensors), *sizes_of_schedules(subject)]:
             words = f"recompute=auto budget={math.ceil(10 * peak / MIB) / 10}MiB"
             yield WORK, work, words, subject.parameters, peak
     for axis, x, words, varied in _varied(subject):
-        if variants.is_allowed(varied.config, varied.options):
+        if remedies.is_allowed(varied.config, varied.model):
             yield axis, x, words, varied.parameters, varied.step.tensors
 
 
 def _varied(subject: MemoryEstimate) -> Iterator[tuple[str, int, str, MemoryEstimate]]:
     """Vary the batch size, the widths and the patch; not the patch where `auto` depends on it."""
     config = subject.config
-    model_config = subject.options
+    model_config = subject.model
     for batch in BATCHES:
         yield "batch size", batch, f"batch={batch}", replace(subject, config=replace(config, batch=batch))
     levels = range(len(model_config.features))
     for scale in SCALES if levels else ():
-        scaled = variants.resized(model_config, partial(scaled_width, scale, levels))
-        words = " ".join(variants.width_overrides(scaled))
-        yield "first width (channels)", scaled.features[0], words, replace(subject, options=scaled)
+        scaled = remedies.resized(model_config, partial(scaled_width, scale, levels))
+        words = " ".join(remedies.width_overrides(scaled))
+        yield "first width (channels)", scaled.features[0], words, replace(subject, model=scaled)
     depends_on_patch = "auto" in (config.model.kernels, config.model.strides)
     for scale in (1,) if depends_on_patch else SIZES:
         patch = [max(1, round(length * scale)) for length in config.data.patch]
@@ -170,22 +170,21 @@ def print_fit(overrides: Sequence[str]) -> None:
     if given is None:
         raise UserError("memory fit needs a budget, e.g. budget=8GiB")
     limit = budget_bytes(given)
-    asked = variants.Candidate((), "nothing", subject.config, subject.options)
-    options, best = remedies.find_fit(asked, limit)
+    options, best = remedies.find_fit(subject, limit)
     every = math.ceil(len(options) / ROWS_SHOWN)
     rows = []
     for option in options[::every]:
         fits = "yes" if option.step.limited <= limit else ""
-        segments = str(option.segments) if option.segments > 1 else ""
+        segments = str(len(option.technique.segment_starts) or "")
         changes = "" if option.changes == "nothing" else option.changes
-        flops = f"{option.step_recompute_fraction:+.0%}"
+        flops = f"{option.repeated:+.0%}"
         rows.append([mib(option.step.tensors), fits, flops, segments, changes, " ".join(option.overrides)])
     table = Table(["peak (MiB, predicted)", "fits", "FLOPs", "segments", "changes", "overrides"], rows)
     paper(WIDE).print(terminal_table("Options, cheapest change first", table))
-    for reason in variants.untried(asked):
+    for reason in remedies.untried(subject):
         print(escaped(f"not tried: {reason}"))
     if best.step.limited > limit:
         smallest = f"the smallest peak is {mib(best.step.tensors)} MiB{best.reserves}"
         raise UserError(f"budget={given}: nothing tried fits; {smallest}")
-    command = process.training_command(variants.replaced(overrides, best.overrides))
+    command = process.training_command(remedies.replaced(overrides, best.overrides))
     print(f"fits: {escaped(command)}")

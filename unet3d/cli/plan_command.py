@@ -192,7 +192,7 @@ def _largest_patches(arguments: argparse.Namespace) -> int:
     if peak_of is not None:
         if padded(peak_of) != peak_of:
             raise UserError(f"--peak-of {shown(peak_of)}: the network takes {shown(padded(peak_of))}, say")
-        peak = search.peak(PLAIN_IN_HALF, peak_of, 0)
+        peak = search.needs(PLAIN_IN_HALF, peak_of, 0)
         budgets = [peak.limited]
         rows.append(["", _words(config, PLAIN_IN_HALF), shown(peak_of), "1.00x", *_sizes(peak, forms), "", ""])
     series = [] if proportions == CUBE else [patches_of_network(padded)]
@@ -207,10 +207,10 @@ def _largest_patches(arguments: argparse.Namespace) -> int:
             row += ["none", "", *("" for _ in forms)]
         else:
             voxels = f"{prod(patch) / prod(peak_of):.2f}x" if peak_of else f"{prod(patch):,}"
-            row += [shown(patch), voxels, *_sizes(search.peak(schedule, patch, budget), forms)]
+            row += [shown(patch), voxels, *_sizes(search.needs(schedule, patch, budget), forms)]
         after = ["too long", ""]
         if larger is not None:
-            after = [shown(larger), mib(search.peak(schedule, larger, budget).limited)]
+            after = [shown(larger), mib(search.needs(schedule, larger, budget).limited)]
         rows.append([*row, *after])
     print(escaped(f"{about}; batch {config.batch}, on {device}"))
     compared = COMPARED[device]

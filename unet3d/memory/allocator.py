@@ -44,8 +44,9 @@ def replay(events: Sequence[tuple[int, int]], settings: Settings | None = None) 
     reserved = 0
     for index, change in events:
         allocator.apply(index, change)
-        allocated = max(allocated, allocator.allocated_bytes)
-        reserved = max(reserved, allocator.reserved_bytes)
+        now_allocated, now_reserved = allocator.sizes()
+        allocated = max(allocated, now_allocated)
+        reserved = max(reserved, now_reserved)
     return allocated, reserved
 
 
@@ -76,19 +77,16 @@ def _with_setting(settings: Settings, part: str) -> Settings:
         return settings
     key, _, value = part.partition(":")
     if key == "expandable_segments":
-        is_expandable = {"False": False, "True": True}[value]
-        return settings._replace(expandable=is_expandable)
+        return settings._replace(expandable={"False": False, "True": True}[value])
     if key == "roundup_power2_divisions":
         return settings._replace(divisions=_divisions(value))
-    if key == "large_segment_size_mb":
-        size = int(value) * MIB
-        if size > OWN_SEGMENT:  # torch takes no less
-            return settings._replace(large_segment=size)
+    least = {"large_segment_size_mb": OWN_SEGMENT + 1, "max_split_size_mb": settings.large_segment}[key]
+    size = int(value) * MIB
+    if size < least:  # torch takes no less
+        raise ValueError(part)
     if key == "max_split_size_mb":
-        size = int(value) * MIB
-        if size >= settings.large_segment:  # torch takes no less
-            return settings._replace(max_split=size)
-    raise ValueError(part)
+        return settings._replace(max_split=size)
+    return settings._replace(large_segment=size)
 
 
 def _divisions(text: str) -> tuple[int, ...]:
@@ -149,9 +147,9 @@ class Allocator:
         self.held: dict[int, tuple[Pool, Block]] = {}
         self.allocated_bytes = 0
 
-    @property
-    def reserved_bytes(self) -> int:
-        return self.small.reserved_bytes + self.large.reserved_bytes
+    def sizes(self) -> tuple[int, int]:
+        """Return the bytes that are allocated, and reserved."""
+        return self.allocated_bytes, self.small.reserved_bytes + self.large.reserved_bytes
 
     def apply(self, index: int, change: int) -> None:
         """Take or release what an event of a ledger says; a change of 0 is neither."""
@@ -212,9 +210,7 @@ class Pool:
             block = self._segment(self.page if size < OWN_SEGMENT else rounded(size, SMALL_SEGMENT))
         block.is_free = False
         rest = block.size - size
-        is_split = rest > SMALL and size < self.max_split
-        if self.splits_any:
-            is_split = rest >= ROUND
+        is_split = rest >= ROUND if self.splits_any else rest > SMALL and size < self.max_split
         if is_split:
             self._split(block, size)
         return block

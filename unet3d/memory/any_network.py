@@ -1,13 +1,12 @@
-"""The memory of a training step of any network: measured, predicted, or set beside a limit.
+"""The memory of a training step of any network: measured, predicted, or compared with a limit.
 
 All run the package's one training step, on the user's own module. A prediction runs it on fake tensors, which have
 shapes and no data: it makes nothing as large as a map.
 """
 
-import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,29 +19,13 @@ from torch.optim import AdamW
 from unet3d.base.errors import UserError
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
-from unet3d.memory import tables
-from unet3d.memory.allocator import read_settings
-from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names
+from unet3d.memory import tables, user_step
+from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names, peak_moment
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.meter import MEASURED_STEPS, GpuLedger, LedgerMeter, open_meter
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
 from unet3d.memory.peak import Peak, peak_of
 from unet3d.memory.simulate import fake_steps
-from unet3d.memory.user_step import (
-    Example,
-    MakeOptimizer,
-    batch_of,
-    device_of,
-    draws_noted,
-    failures_explained,
-    find_schedule,
-    image_explained,
-    learner_of,
-    network_name,
-    on_fake_tensors,
-    policy_of,
-    refuse_network,
-    restored,
-)
+from unet3d.memory.user_step import Example, MakeOptimizer
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 from unet3d.training.policy import MemoryPolicy
@@ -62,19 +45,10 @@ class Explanation:
     about: str  # the step in a line
     meter: LedgerMeter
 
-    @property
-    def is_for_cuda(self) -> bool:
-        """Whether this is a prediction for CUDA."""
-        return self.kind == "predicted" and isinstance(self.meter.ledger, GpuLedger)
-
     @cached_property
     def entry(self) -> dict[str, Any]:
         """Return all figures, as memory.json of a run has them; a prediction for CUDA has those of its allocator."""
-        summary = self.meter.summary()
-        if self.is_for_cuda:
-            step = peak_of(self.meter.ledger)
-            summary |= {"allocated_bytes": step.allocated, "reserved_bytes": step.reserved}
-        return summary
+        return self.meter.summary() | (peak_of(self.meter.ledger).of_allocator if self.meter.for_gpu else {})
 
     @property
     def ledger(self) -> dict[str, Any]:
@@ -116,7 +90,7 @@ class Explanation:
     @property
     def parameters(self) -> int:
         """Return the number of weights."""
-        return sum(p.numel() for p in self.meter.model.parameters())
+        return self.meter.parameters
 
     def __str__(self) -> str:
         return plain_text(self._parts(), NARROW).rstrip()
@@ -127,13 +101,8 @@ class Explanation:
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({kind})"
         yield f"peak reached in {tables.moment(self.ledger)}"
         lines = (tables.guessed, tables.replayed, tables.with_workspaces, tables.largest_workspaces, tables.cuda_sizes)
-        for line_on in lines:
-            line = line_on(self.entry)
-            if line:
-                yield line
-        if self.is_for_cuda:
-            _, left_out = read_settings(os.environ)
-            yield from left_out
+        yield from filter(None, (line_of(self.entry) for line_of in lines))
+        yield from self.meter.notes
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
         largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]
@@ -163,24 +132,24 @@ def explain(
     CPU all tensors are counted, without scratch memory within kernels; on a GPU the allocator's peaks come from steps
     that nothing observes. Raises UserError, and what the model raises.
     """
-    _refuse(model, depth)
-    device = device_of(model)
+    user_step.refuse_network(model, depth)
+    device = next(model.parameters()).device
     if device.type == "meta":
         raise UserError(f"{type(model).__name__}: weights on meta have no data to measure; use unet3d.memory.predict")
     on_gpu = device.type == "cuda"
-    policy = policy_of(amp, device.type, device.type)
+    policy = user_step.policy_of(amp, device.type, device.type)
     steps = MEASURED_STEPS + UNOBSERVED if on_gpu else MEASURED_STEPS
     draws = torch.random.fork_rng([device] if on_gpu else [])
-    with image_explained(model, example, policy), draws, restored(model):
-        batch = batch_of(model, example, label, device, loss is None)
-        learner = learner_of(model, loss, optimizer, policy)
-        find_schedule(model, batch.image, policy)
+    with user_step.image_explained(model, example, policy), draws, user_step.restored(model):
+        batch = user_step.batch_of(model, example, label, device, loss is None)
+        learner = user_step.learner_of(model, loss, optimizer, policy)
+        user_step.find_schedule(model, batch.image, policy)
         meter = open_meter(model, learner.optimizer)
         meter.ledger.layer = layer_names(model, depth)  # Workspaces on a GPU are noted by layer in the steps.
         with closing(meter):
             for _ in range(steps):
                 train_step(*learner, [batch], meter.mark)
-        explanation = _explanation(model, "measured", batch, policy, meter, device.type)
+        explanation = _explanation(model, "measured", batch, policy, meter)
         _ = explanation.entry  # reads the allocator's counters now
     return explanation
 
@@ -205,70 +174,64 @@ def predict(
     and in `guesses`. So is the workspace of an LSTM, whose size is not known. Raises UserError where sizes depend on
     values.
     """
-    _refuse(model, depth)
+    user_step.refuse_network(model, depth)
     if "_orig_mod" in model._modules:
         raise UserError(f"{type(model).__name__}: is compiled; give the network before torch.compile")
-    model_device = device_of(model).type
+    model_device = next(model.parameters()).device.type
     target = device or ("cpu" if model_device == "meta" else model_device)
     if target not in ("cpu", "cuda"):
         raise UserError(f"device={device}: give cpu or cuda")
-    policy = policy_of(amp, "cpu", target)
+    policy = user_step.policy_of(amp, "cpu", target)
     no_draws = torch.random.fork_rng([])
-    explained = image_explained(model, example, policy)
-    with explained, no_draws, fake_mode(target) as guesses, draws_noted(guesses):
-        batch = batch_of(model, example, label, None, loss is None)
-        fake = on_fake_tensors(model, target)
-        learner = learner_of(fake, loss, optimizer, policy)
-        with failures_explained(guesses):
-            find_schedule(fake, batch.image, policy)
+    explained = user_step.image_explained(model, example, policy)
+    with explained, no_draws, fake_mode(target) as guesses, user_step.draws_noted(guesses):
+        batch = user_step.batch_of(model, example, label, None, loss is None)
+        fake = user_step.on_fake_tensors(model, target)
+        learner = user_step.learner_of(fake, loss, optimizer, policy)
+        with user_step.failures_explained(guesses):
+            user_step.find_schedule(fake, batch.image, policy)
             meter = fake_steps(learner, lambda: [batch], target)
     meter.guesses = guesses
     meter.ledger.layer = layer_names(model, depth)
-    explanation = _explanation(model, "predicted", batch, policy, meter, target)
+    explanation = _explanation(model, "predicted", batch, policy, meter)
     if guesses:
         warnings.warn(tables.guessed(explanation.entry), stacklevel=2)
     return explanation
 
 
-def _refuse(model: nn.Module, depth: int | None) -> None:
-    """Raise UserError for what is no network, and for a depth that is none."""
-    refuse_network(model)
-    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
-        raise UserError(f"depth={depth}: give the number of parts of layers' names, from 1 on")
-
-
-def _explanation(
-    model: nn.Module,
-    kind: str,
-    batch: Batch,
-    policy: MemoryPolicy,
-    meter: LedgerMeter,
-    device_type: str,
-) -> Explanation:
+def _explanation(model: nn.Module, kind: str, batch: Batch, policy: MemoryPolicy, meter: LedgerMeter) -> Explanation:
     """Return the account of steps that a meter has seen."""
     precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
-    about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {device_type}"
-    return Explanation(network_name(model), kind, about, meter)
+    about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {meter.device_type}"
+    return Explanation(type(user_step.network_of(model)).__name__, kind, about, meter)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A predicted peak of a training step beside a limit. Sizes are bytes, layers have their full names."""
+    """A comparison of predicted steps, which a meter has recorded, with a limit. Layers have their full names."""
 
+    meter: LedgerMeter
     name: str  # of the network
-    device: str  # cpu or cuda
-    limit: int
-    parameters: int
-    step: Peak
-    moment: Mapping[str, Any]  # when most tensors are held, as `describe` says it
-    layers: Mapping[str, int]  # what each layer holds then, the largest first
-    guesses: Sequence[str] = ()  # where values were taken as 0
-    notes: Sequence[str] = ()  # what the replay leaves out
+    limit: int  # bytes
+
+    def __post_init__(self) -> None:
+        self.meter.ledger.layer = str
+
+    @cached_property
+    def step(self) -> Peak:
+        """Return the most bytes at once."""
+        return peak_of(self.meter.ledger)
+
+    @cached_property
+    def layers(self) -> Counter[str]:
+        """Return the bytes that each layer holds at the peak."""
+        ledger = self.meter.ledger
+        return Counter({row["module"]: row["bytes"] for row in by_layer(ledger, peak_moment(ledger))})
 
     @property
-    def compared(self) -> str:
-        """Return the kind of peak that the limit is for, as that of `budget=`."""
-        return "reserved" if self.device == "cuda" else "tensors"
+    def kinds(self) -> Sequence[str]:
+        """Return the kinds of peak that are known; the last is what the limit is for, as with `budget=`."""
+        return ("tensors", "allocated", "reserved") if self.meter.for_gpu else ("tensors",)
 
     @property
     def margin(self) -> int:
@@ -283,15 +246,13 @@ class Check:
     @property
     def line(self) -> str:
         """Return the peak, the limit, the difference and the largest layer, in one line."""
-        kind = self.compared
-        if self.guesses:
-            kind = f"{kind}, GUESSED"
+        kind = f"{self.kinds[-1]}, GUESSED" if self.meter.guesses else self.kinds[-1]
         distance = "at"
         if self.margin:
             distance = f"{_size(abs(self.margin))} {'below' if self.fits else 'above'}"
-        layer, size = next(iter(self.layers.items()))
+        [(layer, size)] = self.layers.most_common(1)
         return (
-            f"{self.name}: predicted peak of a step {mib(self.step.limited)} MiB ({kind}, {self.device}), "
+            f"{self.name}: predicted peak of a step {mib(self.step.limited)} MiB ({kind}, {self.meter.device_type}), "
             f"{distance} the limit of {mib(self.limit)} MiB; "
             f"most at the peak: {layer}, {_size(size)}"
         )
@@ -301,52 +262,29 @@ class Check:
 
         Its `layers` are summed up by the first `depth` parts of their names; None: by all.
         """
+        ledger = self.meter.ledger
+        moment = describe(ledger, peak_moment(ledger))
         totals = Counter[str]()
-        for name, size in self.layers.items():
+        for name, size in self.layers.most_common():
             totals[name if depth is None else cut_name(depth, name)] += size
-        largest, most = next(iter(self.layers.items()))
-        kinds = ("tensors", "allocated", "reserved") if self.device == "cuda" else ("tensors",)
+        [(largest, most)] = self.layers.most_common(1)
         return {
             "version": VERSION,
             "kind": "predicted",
             "network": self.name,
-            "parameters": self.parameters,
-            "device": self.device,
+            "parameters": self.meter.parameters,
+            "device": self.meter.device_type,
             "fits": self.fits,
-            "compared": self.compared,
+            "compared": self.kinds[-1],
             "limit_bytes": self.limit,
-            "peak_bytes": {kind: getattr(self.step, kind) for kind in kinds},
+            "peak_bytes": {kind: getattr(self.step, kind) for kind in self.kinds},
             "margin_bytes": self.margin,
-            "workspace_bytes": self.step.requested - self.step.tensors if self.device == "cuda" else None,
-            "reached_in": {name: self.moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
+            "workspace_bytes": self.step.requested - self.step.tensors if self.meter.for_gpu else None,
+            "reached_in": {name: moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
             "layer": {"name": largest, "bytes": most},
             "layers": [{"name": name, "bytes": size} for name, size in totals.most_common()],
-            "guesses": list(self.guesses),
+            "guesses": list(self.meter.guesses),
         }
-
-
-def check_step(meter: LedgerMeter, name: str, limit: int) -> Check:
-    """Return a check of predicted steps, which a meter has recorded, against a limit in bytes."""
-    ledger = meter.ledger
-    ledger.layer = str
-    moment = ledger.peak_moment()
-    sizes = Counter[str]()
-    for row in by_layer(ledger, moment):
-        sizes[row["module"]] = row["bytes"]
-    notes: list[str] = []
-    if meter.for_gpu:
-        _, notes = read_settings(os.environ)
-    return Check(
-        name=name,
-        device="cuda" if meter.for_gpu else "cpu",
-        limit=limit,
-        parameters=sum(parameter.numel() for parameter in meter.model.parameters()),
-        step=peak_of(ledger),
-        moment=describe(ledger, moment),
-        layers=dict(sizes.most_common()),
-        guesses=meter.guesses,
-        notes=notes,
-    )
 
 
 def assert_below(
@@ -367,22 +305,16 @@ def assert_below(
     reserves. `model` may be on meta. Its error is the line of `unet3d memory --below`. Raises UserError.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
-    limit_bytes = _limit_bytes(limit)
+    if isinstance(limit, str):
+        limit = budget_bytes(limit, "limit=")
+    elif isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
+        raise UserError(f"limit={limit!r}: give an amount and a unit, as limit='8GiB', or a number of bytes")
     explanation = predict(model, example, loss, optimizer, amp, label, device)
-    check = check_step(explanation.meter, explanation.name, limit_bytes)
-    for note in check.notes:
+    check = Check(explanation.meter, explanation.name, limit)
+    for note in explanation.meter.notes:
         warnings.warn(note, stacklevel=2)
     if not check.fits:
         raise AssertionError(check.line)
-
-
-def _limit_bytes(limit: str | int) -> int:
-    """Return the bytes of a limit. Raises UserError."""
-    if isinstance(limit, str):
-        return budget_bytes(limit, "limit=")
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
-        raise UserError(f"limit={limit!r}: give an amount and a unit, as limit='8GiB', or a number of bytes")
-    return limit
 
 
 def _size(size: int) -> str:

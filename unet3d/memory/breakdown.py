@@ -1,20 +1,29 @@
-"""A ledger in numbers and words: who holds the bytes, by phase, level of the U and layer, and each event."""
+"""A ledger in numbers and words: who holds the bytes, by phase, level of the U and layer, and each event.
 
+`write_snapshot` writes it as a file for PyTorch's memory visualiser.
+"""
+
+import pickle
 import re
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import accumulate
 from math import log, prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from unet3d.memory.ledger import CATEGORIES, WHOLE, Ledger, Storage
+from unet3d.base.files import replacing
+from unet3d.memory.ledger import ADOPTED, CATEGORIES, WHOLE, Ledger, Storage, most_held
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.workspaces import CONVOLUTION
 from unet3d.training.step import PHASES
 
 LevelSizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
+Frames = list[dict[str, Any]]
 Row = dict[str, int]  # "bytes", and bytes by category
 
 
@@ -48,11 +57,10 @@ class Levels:
     """The levels of a U-Net with stages inc, down1 ..., up1 ..., outc; 0 is full resolution, None elsewhere."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._depth = self._depth_of(ledger)
-        self._weight_shapes = set()
-        for storage in ledger.storages:
-            if storage.role == "params":
-                self._weight_shapes.add(storage.shape)
+        stages = {stage_of(storage.scope.module) for storage in ledger.storages}
+        depths = [int(stage.removeprefix("down")) for stage in stages if re.fullmatch(r"down\d+", stage)]
+        self._depth = max(depths, default=0) if "inc" in stages else None  # None: of another network
+        self._weight_shapes = {storage.shape for storage in ledger.storages if storage.role == "params"}
         self._encoder = self._map_sizes(ledger, r"inc|down\d+")
         self._decoder: LevelSizes = {}
         if self._depth in self._encoder:  # the bottom is where the decoder begins
@@ -79,33 +87,16 @@ class Levels:
         module = storage.scope.module
         module_level = self.of_module(module)
         sizes = self._encoder if module.startswith(("inc", "down")) else self._decoder
-        if not sizes or not self._is_map(storage):
+        is_volume = len(storage.shape) in (4, 5) and storage.shape not in self._weight_shapes
+        if not sizes or storage.role is not None or not is_volume:
             return module_level
         voxels = prod(storage.shape[-3:])
-        if module_level in sizes:
-            own_sizes = sizes[module_level]
-            if min(own_sizes) <= voxels <= max(own_sizes):
-                return module_level
-        known: list[tuple[int | None, int]] = []
-        for level, level_sizes in sizes.items():
-            known.append((level, min(level_sizes)))
-            known.append((level, max(level_sizes)))
-        for size in self._encoder.get(module_level, ()):
-            known.append((module_level, size))
+        if module_level in sizes and min(sizes[module_level]) <= voxels <= max(sizes[module_level]):
+            return module_level
+        known = [(level, size) for level, found in sizes.items() for size in (min(found), max(found))]
+        known += [(module_level, size) for size in self._encoder.get(module_level, ())]
         nearest, _ = min(known, key=lambda entry: abs(log(voxels / entry[1])))
         return nearest
-
-    def _depth_of(self, ledger: Ledger) -> int | None:
-        """Return the deepest level; None for another network."""
-        stages = {stage_of(storage.scope.module) for storage in ledger.storages}
-        if "inc" not in stages:
-            return None
-        depths = [int(stage.removeprefix("down")) for stage in stages if re.fullmatch(r"down\d+", stage)]
-        return max(depths, default=0)
-
-    def _is_map(self, storage: Storage) -> bool:
-        is_volume = len(storage.shape) in (4, 5) and storage.shape not in self._weight_shapes
-        return storage.role is None and is_volume
 
     def _map_sizes(self, ledger: Ledger, stages: str) -> LevelSizes:
         """Return the sizes of one side of the U, from the smallest map of a block up.
@@ -125,10 +116,10 @@ class Levels:
             all_sizes[level].add(voxels)
             if name.startswith("conv"):
                 block_sizes[level].add(voxels)
-        sizes: LevelSizes = {}
-        for level, voxels_of_maps in all_sizes.items():
+        sizes = {}
+        for level, found in all_sizes.items():
             smallest = min(block_sizes[level], default=0)
-            sizes[level] = {voxels for voxels in voxels_of_maps if voxels >= smallest}
+            sizes[level] = {voxels for voxels in found if voxels >= smallest}
         return sizes
 
 
@@ -136,11 +127,7 @@ def by_level(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     """Return one row per level, shallowest first, then `other` for bytes of no level: its bytes, also by category."""
     rows = _grouped(ledger, moment, Levels(ledger).of_storage)
     order = sorted(rows, key=lambda level: (level is None, level))
-    named = []
-    for level in order:
-        name = "other" if level is None else level
-        named.append({"level": name, **rows[level]})
-    return named
+    return [{"level": "other" if level is None else level, **rows[level]} for level in order]
 
 
 def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
@@ -153,11 +140,7 @@ def by_layer(ledger: Ledger, moment: int) -> list[dict[str, Any]]:
     rows = _grouped(ledger, moment, layer_of)
     in_order = sorted(ledger.storages, key=lambda storage: storage.role is not None)  # claimed ones are in no order
     layers = dict.fromkeys(map(layer_of, in_order))
-    named = []
-    for layer in layers:
-        if layer in rows:
-            named.append({"module": layer, "level": levels.of_module(layer), **rows[layer]})
-    return named
+    return [{"module": layer, "level": levels.of_module(layer), **rows[layer]} for layer in layers if layer in rows]
 
 
 def _grouped(ledger: Ledger, moment: int, key: Callable[[Storage], Any]) -> dict[Any, Row]:
@@ -175,20 +158,25 @@ PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step, wh
 
 
 def summarise_ledger(ledger: Ledger) -> dict[str, Any]:
-    """Return a step's entries in memory.json beside its peaks, in bytes; `state` is what parameters cost."""
-    peak_moment = ledger.peak_moment()
-    phase_categories = {}
-    for phase, moment in _steady_moments(ledger).items():
-        phase_categories[phase] = ledger.categories_at(moment)
+    """Return a step's entries in memory.json, in bytes; `state` is what parameters cost."""
+    peak = peak_moment(ledger)
     return {
-        "moment": describe(ledger, peak_moment),
-        "categories": ledger.categories_at(peak_moment),
-        "phase_categories": phase_categories,
+        "peak_bytes": most_held(ledger.events),
+        "phases": phase_peaks(ledger),
+        "moment": describe(ledger, peak),
+        "categories": ledger.categories_at(peak),
+        "phase_categories": {phase: ledger.categories_at(at) for phase, at in _steady_moments(ledger).items()},
         "phase_ends": phase_ends(ledger),
-        "levels": by_level(ledger, peak_moment),
-        "layers": by_layer(ledger, peak_moment),
+        "levels": by_level(ledger, peak),
+        "layers": by_layer(ledger, peak),
         "state": state_bytes(ledger),
     }
+
+
+def peak_moment(ledger: Ledger) -> int:
+    """Return how many events had happened when most bytes were alive, for the first time."""
+    alive = ledger.alive_bytes()
+    return alive.index(max(alive))
 
 
 def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
@@ -260,17 +248,19 @@ def first_and_steady(steps: list[dict[str, int]]) -> PhaseBytes:
         return {}
     first = steps[0]
     later = steps[1:] or steps
-    phases = {}
-    for phase in PHASES:
-        phases[phase] = {"first": first[phase], "steady": max(step[phase] for step in later)}
-    return phases
+    return {phase: {"first": first[phase], "steady": max(step[phase] for step in later)} for phase in PHASES}
+
+
+def phase_peaks(ledger: Ledger) -> PhaseBytes:
+    """Return the most bytes alive in each phase."""
+    alive = ledger.alive_bytes()
+    return by_phase((name, max(alive[start : end + 1])) for name, start, end in ledger.phase_spans())
 
 
 def phase_ends(ledger: Ledger) -> PhaseBytes:
     """Return the bytes alive as each phase ends, of the last micro-batch: what statements between phases would see."""
     alive = ledger.alive_bytes()
-    values = ((name, alive[end]) for name, _, end in ledger.phase_spans())
-    return by_phase(values, lambda earlier, last: last)
+    return by_phase(((name, alive[end]) for name, _, end in ledger.phase_spans()), lambda earlier, last: last)
 
 
 def state_bytes(ledger: Ledger) -> dict[str, int]:
@@ -278,11 +268,7 @@ def state_bytes(ledger: Ledger) -> dict[str, int]:
     moments = {name: start for start, name in ledger.marks}  # the last of each name
     before = ledger.categories_at(moments.get("step", 0))
     after = ledger.categories_at(moments.get("end", 0))
-    return {
-        "params": before["params"],
-        "grads": before["grads"],
-        "optimizer": after["optimizer"],
-    }
+    return {"params": before["params"], "grads": before["grads"], "optimizer": after["optimizer"]}
 
 
 class Group(NamedTuple):
@@ -299,8 +285,7 @@ def held(ledger: Ledger, moment: int) -> list[Group]:
     """Return the storages alive at a moment in groups, the largest first."""
     counts: Counter[tuple] = Counter()
     for storage in ledger.alive_at(moment):
-        alike = (storage.shape, dtype_name(storage.dtype), ledger.category(storage), storage.bytes)
-        counts[alike] += 1
+        counts[storage.shape, dtype_name(storage.dtype), ledger.category(storage), storage.bytes] += 1
     groups = []
     for (shape, dtype, category, size), number in counts.items():
         groups.append(Group(number, shape, dtype, category, number * size))
@@ -329,3 +314,113 @@ def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
             rows.append(TimelineRow(phase, layer, ledger.category(storage), change))
     begin = spans[0][1] if spans else 0
     return ledger.categories_at(begin), rows
+
+
+def write_snapshot(ledger: Ledger, path: Path) -> None:
+    """Write a pickle for pytorch.org/memory_viz and torch/cuda/_memory_viz.py, as device 0.
+
+    Sizes in bytes. The addresses are not an allocator's: each storage takes the lowest gap that holds it, and the one
+    segment is as long as that needs. A frame says what made the storage, and gives its event as the line number.
+    """
+    with replacing(path) as file:
+        pickle.dump(viewer_snapshot(ledger), file, protocol=4)  # the viewer reads 2 to 4
+
+
+def viewer_snapshot(ledger: Ledger) -> dict[str, list]:
+    """Return `segments` and `device_traces` in the layout of `torch.cuda.memory._snapshot`."""
+    addresses = first_fit(ledger)
+    ends = (address + s.bytes for address, s in zip(addresses, ledger.storages, strict=True))
+    end = max(ends, default=0)
+    if not end:
+        return {"segments": [], "device_traces": [[]]}
+    steps_ended = [0, *accumulate(int(name == "end") for _, name in ledger.marks)]  # before each mark
+    frames = [_frames(ledger, storage, steps_ended[storage.phase] + 1) for storage in ledger.storages]
+    alive = [
+        (address, frame, storage.bytes)
+        for address, frame, storage in zip(addresses, frames, ledger.storages, strict=True)
+        if storage.died is None and storage.bytes
+    ]
+    return {"segments": [_segment(sorted(alive), end)], "device_traces": [_actions(ledger, addresses, frames, end)]}
+
+
+def _actions(ledger: Ledger, addresses: list[int], frames: list[Frames], end: int) -> list[dict[str, Any]]:
+    """Return the opening of the segment, and the allocations and releases in it."""
+    actions: list[dict[str, Any]] = [
+        {
+            "action": "segment_alloc",
+            "addr": 0,
+            "size": end,
+            "stream": 0,
+            "frames": [{"filename": "all storages", "line": 0, "name": "ledger"}],
+            "category": "unknown",  # the viewer fails where there are categories and none is "unknown"
+        }
+    ]
+    for index, change in ledger.events:
+        block = {"addr": addresses[index], "size": abs(change), "stream": 0, "frames": frames[index]}
+        if change > 0:
+            category = ledger.category(ledger.storages[index])
+            actions.append({"action": "alloc", **block, "category": category})
+        elif change < 0:
+            actions += [{"action": "free_requested", **block}, {"action": "free_completed", **block}]
+    return actions
+
+
+def first_fit(ledger: Ledger) -> list[int]:
+    """Return, for each storage, the lowest address at which its bytes were free when it appeared."""
+    taken: list[tuple[int, int]] = []  # (start, end) of what is alive, in order
+    addresses = [0 for _ in ledger.storages]
+    for index, change in ledger.events:
+        if change < 0:
+            del taken[bisect_left(taken, (addresses[index],))]
+        if change <= 0:
+            continue
+        address = 0
+        for start, end in taken:
+            if start - address >= change:
+                break
+            address = end
+        addresses[index] = address
+        insort(taken, (address, address + change))
+    return addresses
+
+
+def _segment(alive: list[tuple[int, Frames, int]], end: int) -> dict[str, Any]:
+    """Return the segment at the last event, from (address, frames, size) of each storage in order.
+
+    Its blocks leave no gap, because the viewer adds up their sizes to place them.
+    """
+    blocks = []
+    cursor = 0
+    for address, frames, size in [*alive, (end, [], 0)]:
+        if address > cursor:
+            blocks.append(_block(cursor, address - cursor, "inactive", []))
+        if size:
+            blocks.append(_block(address, size, "active_allocated", frames))
+        cursor = address + size
+    used = sum(size for _, _, size in alive)
+    return {
+        "device": 0,
+        "address": 0,
+        "stream": 0,
+        "segment_type": "large",
+        "total_size": end,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": used,
+        "blocks": blocks,
+    }
+
+
+def _block(address: int, size: int, state: str, frames: Frames) -> dict[str, Any]:
+    return {"address": address, "size": size, "state": state, "frames": frames, "requested_size": size}
+
+
+def _frames(ledger: Ledger, storage: Storage, step: int) -> Frames:
+    """Return a stack of two, innermost first: what made the storage, and in which step (from 1) and phase."""
+    origin = describe(ledger, storage.born + 1)
+    words = origin["words"]
+    if storage.operation == ADOPTED:  # made by nothing that the ledger saw
+        words = f"{ledger.category(storage)} of {ledger.layer(storage.scope.module)}"
+    description = f"{words}, {dtype_name(storage.dtype)} {storage.shape}"
+    innermost = {"filename": description, "line": storage.born, "name": origin["operation"]}
+    return [innermost, {"filename": "step", "line": step, "name": origin["phase"]}]

@@ -89,11 +89,11 @@ class _Corrections(TorchDispatchMode):
             result = fake_kernels.run(func, args, kwargs or {})
             self.ranges.follow(func, args, result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            if func is READ_NUMBER and _counts_passes(sys._getframe(1)):
-                return 1
             place = _asking(sys._getframe(1))
             if func is not READ_NUMBER:
-                raise unknown(place, error) from error
+                raise unknown(place or "", error) from error
+            if place is None:
+                return 1
             self._note(place)
             return _zero(args[0].dtype)
         if func is RECURRENT_LAYER and LSTM not in self.guesses:  # its workspace has 0 bytes
@@ -152,22 +152,18 @@ def _zero(dtype: torch.dtype) -> complex:
     return 0.0 if dtype.is_floating_point else 0
 
 
-def _asking(frame: FrameType | None) -> str:
-    """Return FILE:LINE of the innermost code outside of torch; "" if that is this package's own."""
+def _asking(frame: FrameType | None) -> str | None:
+    """Return FILE:LINE of the innermost code outside of torch; "" if that is this package's own.
+
+    None: batch normalisation asks how many passes there were, as with momentum=None: for a factor alone.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(INNER):
+        if frame.f_code.co_filename == batchnorm.__file__:
+            return None
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(PACKAGE):
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _counts_passes(frame: FrameType | None) -> bool:
-    """Return whether batch normalisation asks how many passes there were, as with momentum=None: for a factor alone."""
-    while frame is not None and frame.f_code.co_filename.startswith(INNER):
-        if frame.f_code.co_filename == batchnorm.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def asked_in(trace: TracebackType | None) -> str:

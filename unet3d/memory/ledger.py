@@ -4,7 +4,7 @@
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +39,11 @@ class ModuleTracker(Observer):
     def __init__(self, model: nn.Module) -> None:
         self.modules = {path or WHOLE: module for path, module in model.named_modules()}
         paths = {id(module): path for path, module in self.modules.items()}
-        self._first_paths: dict[str, str] = {}  # a module's paths, of which it may have several -> the first of them
-        for path, module in model.named_modules(remove_duplicate=False):
-            self._first_paths[path] = paths[id(module)]
+        every_path = model.named_modules(remove_duplicate=False)  # a module may have several
+        self._first_paths = {path: paths[id(module)] for path, module in every_path}
         self._owners: dict[int, str] = {}  # id of a parameter -> path of its module
         for path, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
-                self._owners[id(parameter)] = path
+            self._owners |= dict.fromkeys(map(id, module.parameters(recurse=False)), path)
         self._phase = "forward"
         self._stack: list[str] = []  # modules that were entered and not left
         self._tile_scope: ModuleScope | None = None  # of the layer whose tiles are made, or their gradients
@@ -213,37 +211,18 @@ class Ledger(TorchDispatchMode):
         changes = (change for _, change in self.events)
         return list(accumulate(changes, initial=0))
 
-    def peak_bytes(self) -> int:
-        """Return the most bytes alive at once."""
-        return max(self.alive_bytes())
-
     def largest_map(self) -> int:
         """Return the elements of the largest storage, but for weights, their gradients and the optimizer's state."""
         return max((s.bytes // s.dtype.itemsize for s in self.storages if s.role is None), default=0)
-
-    def peak_moment(self) -> int:
-        """Return how many events had happened when most bytes were alive, for the first time."""
-        alive = self.alive_bytes()
-        return alive.index(max(alive))
 
     def requests(self) -> list[tuple[int, int]]:
         """Return what an allocator is asked for, like `events`: tensors, and scratch memory that is known of."""
         return self.events
 
-    def peak_requested(self) -> int:
-        """Return the most bytes that `requests` hold at once."""
-        changes = (change for _, change in self.requests())
-        return max(accumulate(changes, initial=0))
-
     def phase_spans(self) -> list[tuple[str, int, int]]:
         """Return (phase, first event, end) for each mark, in order."""
         edges = [*self.marks, (len(self.events), "")]
         return [(name, start, end) for (start, name), (end, _) in pairwise(edges)]
-
-    def phase_peaks(self) -> list[tuple[str, int]]:
-        """Return (phase, most bytes alive in it) for each mark, in order."""
-        alive = self.alive_bytes()
-        return [(name, max(alive[start : end + 1])) for name, start, end in self.phase_spans()]
 
     def alive_at(self, moment: int) -> list[Storage]:
         """Return the storages alive after `moment` events."""
@@ -359,3 +338,8 @@ def _tensors(tree: Any) -> list[Tensor]:
         elif isinstance(part, dict):
             waiting.extend(reversed(part.values()))
     return found
+
+
+def most_held(changes: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes that a ledger's `events` or `requests` hold at once."""
+    return max(accumulate(change for _, change in changes), default=0)

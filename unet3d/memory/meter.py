@@ -1,7 +1,10 @@
 """Peak memory of each phase of a step, for the first step and for later ones, read through the step's `mark` alone.
 
-What convolutions take on a GPU beside their results is predicted for fake tensors, and measured by torch's counters."""
+What convolutions take on a GPU in addition to their results is predicted for fake tensors, and measured by torch's
+counters.
+"""
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,9 +14,9 @@ import torch
 from torch import Tensor, default_generator, nn
 from torch._prims_common import suggest_memory_format
 
-from unet3d.memory.allocator import EMPTY_CACHE
-from unet3d.memory.breakdown import PhaseBytes, by_phase, first_and_steady, layer_names, summarise_ledger
-from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker
+from unet3d.memory.allocator import EMPTY_CACHE, read_settings
+from unet3d.memory.breakdown import PhaseBytes, first_and_steady, layer_names, summarise_ledger
+from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker, most_held
 from unet3d.recomputing import workspaces
 from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 from unet3d.training.step import PHASES
@@ -32,20 +35,18 @@ class GpuLedger(Ledger):
         self.empties_cache = False  # before the last step, as a run does: see `CudaMeter`
 
     def requests(self) -> list[tuple[int, int]]:
-        """Return the events with those of workspaces, each of which is released at once, and of an emptied cache."""
-        scratch: list[tuple[int, list[tuple[int, int]]]] = []
-        for number, (moment, size) in enumerate(self.workspaces):
+        """Return the events, with workspaces, each of which is released at once, and with the emptied cache."""
+        scratch = defaultdict[int, list[tuple[int, int]]](list)  # by how many events come before
+        for index, (moment, size) in enumerate(self.workspaces, len(self.storages)):
             if size:
-                index = len(self.storages) + number
-                scratch.append((moment, [(index, size), (index, -size)]))
+                scratch[moment] += [(index, size), (index, -size)]
         ends = [moment for moment, name in self.marks if name == "end"]
         if self.empties_cache and len(ends) > 1:
-            scratch.append((ends[-2], [(EMPTY_CACHE, 0)]))
-            scratch.sort(key=lambda item: item[0])
+            scratch[ends[-2]].append((EMPTY_CACHE, 0))
         requests: list[tuple[int, int]] = []
         done = 0
-        for moment, events in scratch:
-            requests += self.events[done:moment] + events
+        for moment in sorted(scratch):
+            requests += self.events[done:moment] + scratch[moment]
             done = moment
         return requests + self.events[done:]
 
@@ -135,7 +136,7 @@ class Counters:
 
 
 class CudaLedger(Ledger):
-    """A ledger that measures what convolutions request of the allocator beside tensors.
+    """A ledger that measures what convolutions request of the allocator in addition to tensors.
 
     That is cuDNN's workspace, and copies of maps that are not contiguous. `excesses` holds the most bytes of one call,
     by layer and phase.
@@ -158,10 +159,7 @@ class CudaLedger(Ledger):
     def largest_excesses(self) -> list[dict[str, Any]]:
         """Return one row per layer and phase, the largest first."""
         largest = sorted(self.excesses.items(), key=lambda item: -item[1])
-        rows = []
-        for (layer, phase), size in largest[:MOST_ROWS]:
-            rows.append({"module": layer, "phase": phase, "bytes": size})
-        return rows
+        return [{"module": layer, "phase": phase, "bytes": size} for (layer, phase), size in largest[:MOST_ROWS]]
 
 
 MEASURED_STEPS = 3  # gradients and optimizer state appear in the first, the third repeats the second
@@ -195,6 +193,21 @@ class LedgerMeter:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self.ledger.claim(tensor, "params", path)
 
+    @property
+    def device_type(self) -> str:
+        """Return the type of device that the steps are on, or are predicted for."""
+        return "cuda" if self.for_gpu else self.device.type
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a prediction leaves out of the allocator's settings, in a line."""
+        return read_settings(os.environ)[1] if self.for_gpu else []
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def mark(self, phase: str) -> None:
         """Begin a phase of `train_step`, or "end" the step."""
         if self.steps >= MEASURED_STEPS:  # later steps repeat what was seen
@@ -219,24 +232,20 @@ class LedgerMeter:
             self.is_open = False
 
     def summary(self) -> dict[str, Any]:
-        """Return `peak_bytes`, `kind`, `phases` {phase: {first, steady}} in bytes, and more by `summarise_ledger`.
+        """Return `kind`, and the ledger's figures by `summarise_ledger`.
 
         For a GPU also `workspace_bytes`, an estimate: by how much workspaces of convolutions raise the peak. They are
         not in `peak_bytes`. `guesses`, if there are any, say where a prediction took 0 for values that it does not
         have.
         """
-        peaks = self.ledger.phase_peaks()
-        summary: dict[str, Any] = {
-            "peak_bytes": max(peak for _, peak in peaks),
-            "kind": COUNTED,
-            "phases": by_phase(peaks),
-        }
+        figures = summarise_ledger(self.ledger)
+        summary: dict[str, Any] = {"peak_bytes": figures["peak_bytes"], "kind": COUNTED, "phases": figures["phases"]}
         if self.guesses:
             summary["kind"] = "count of tensor bytes, GUESSED"
             summary["guesses"] = list(self.guesses)
         if self.for_gpu:
-            summary["workspace_bytes"] = self.ledger.peak_requested() - summary["peak_bytes"]
-        return summary | summarise_ledger(self.ledger)
+            summary["workspace_bytes"] = most_held(self.ledger.requests()) - figures["peak_bytes"]
+        return summary | figures
 
     def _new_ledger(self) -> Ledger:
         ledger = GpuLedger if self.for_gpu else Ledger
@@ -257,19 +266,16 @@ class LedgerMeter:
         return state
 
     def _claim_grads_and_states(self) -> None:
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for path, module in self.tracker.modules.items():
             for parameter in module.parameters(recurse=False):
                 if parameter.grad is not None:
                     self.ledger.claim(parameter.grad, "grads", path)
                 for name, state in self.optimizer.state.get(parameter, {}).items():
                     if isinstance(state, Tensor):
-                        self._claim_state(state, name, path)
-
-    def _claim_state(self, state: Tensor, name: str, path: str) -> None:
-        self.ledger.claim(state, "optimizer", path)
-        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        if self.for_gpu and name == "step" and not is_fused:
-            self.ledger.uncount(state)  # Adam counts its steps on the host, unless one kernel updates all weights
+                        self.ledger.claim(state, "optimizer", path)
+                        if self.for_gpu and name == "step" and not is_fused:
+                            self.ledger.uncount(state)  # Adam counts on the host, unless one kernel updates all weights
 
 
 class CudaMeter(LedgerMeter):

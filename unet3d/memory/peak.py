@@ -4,7 +4,7 @@ import os
 from typing import NamedTuple
 
 from unet3d.memory.allocator import Settings, read_settings, replay
-from unet3d.memory.ledger import Ledger
+from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.meter import GpuLedger
 
 
@@ -22,13 +22,18 @@ class Peak(NamedTuple):
         """Return the bytes that a budget limits: tensors on the CPU, what the allocator reserves on CUDA."""
         return max(self.tensors, self.reserved)
 
+    @property
+    def of_allocator(self) -> dict[str, int]:
+        """Return the allocator's bytes as memory.json has them; {} on the CPU."""
+        return {"allocated_bytes": self.allocated, "reserved_bytes": self.reserved} if self.reserved else {}
+
 
 def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
     """Return the peak of the steps of a ledger; for CUDA by a replay of its allocator.
 
     `settings`: of the allocator; None: those of this environment.
     """
-    tensors = ledger.peak_bytes()
+    tensors = most_held(ledger.events)
     if not isinstance(ledger, GpuLedger):
         return Peak(tensors)
     if settings is None:
@@ -36,4 +41,4 @@ def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
     requests = ledger.requests()
     allocated, reserved = replay(requests, settings)
     _, expandable = replay(requests, Settings(expandable=True))
-    return Peak(tensors, ledger.peak_requested(), allocated, reserved, expandable)
+    return Peak(tensors, most_held(requests), allocated, reserved, expandable)

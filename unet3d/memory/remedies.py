@@ -1,9 +1,14 @@
-"""What would need less memory: for `memory fit`, for a step that does not fit, and for a run that ran out of memory."""
+"""What would need less memory: for `memory fit`, for a step that does not fit, and for a run that ran out of memory.
+
+Other ways to take a config's step are memory options, smaller networks and patches: what each changes and needs.
+"""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, product
 from typing import NoReturn
 
 from unet3d import build
@@ -11,17 +16,230 @@ from unet3d.base.errors import UserError
 from unet3d.base.fit import fit
 from unet3d.base.progress import counting, track
 from unet3d.base.types import budget_bytes, mib
-from unet3d.config.schema import Config, Model, options_with
+from unet3d.config.rules import check, check_ranks
+from unet3d.config.schema import LOSSES, Config, Model, options_with
 from unet3d.memory import breakdown
 from unet3d.memory.ledger import Ledger
+from unet3d.memory.peak import Peak
 from unet3d.memory.tables import NAMES
-from unet3d.memory.technique import estimated_technique, step_peak
-from unet3d.memory.variants import CHANGES, Candidate, halves, least_share, simulated, ways, with_price
+from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.recomputing.plans import Technique
 
+PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
+SEGMENTS = (2, 3, 4)  # of ckpt, that are tried
+PLANS = ("lean", "tiles")  # of recompute, that are tried
+WITH_BUDGET = ("auto",)  # the same, where a schedule may be chosen for a budget
+SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
+CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
+# The least share of the plain step's bytes that known networks need with each option; that of ckpt is divided by its
+# segments. What cannot fit by these is not simulated at first.
+SHARES = {"amp": 0.45, "activation": 0.5, "ckpt": 0.9, "lean": 0.25, "tiles": 0.1, "auto": 0.1}
 GROUPS_SHOWN = 5  # of tensors shown after out of memory
 SUGGESTIONS_SHOWN = 4  # for a new run, shown after out of memory
 PATIENCE = 20.0  # seconds of search after out of memory
 HEAD = f"what would need less (predicted)\n{'peak MiB':>12} {'saves MiB':>10} {'more FLOPs':>10}  changes"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to take the step: what it changes, and what it needs, which is simulated when it is first asked for.
+
+    Raises UserError then where its network does not have the technique.
+    """
+
+    config: Config
+    model: Model
+    overrides: tuple[str, ...] = ()  # to add to the command line
+    changes: str = "nothing"  # in the result, a key of CHANGES
+
+    @cached_property
+    def technique(self) -> Technique:
+        """Return how the step saves memory."""
+        return choose_technique(self.config, self.model)
+
+    @cached_property
+    def step(self) -> Peak:
+        """Return the most bytes at once."""
+        return step_peak(self.config, self.model, self.technique)
+
+    @property
+    def repeated(self) -> float:
+        """Return the convolution FLOPs that are computed twice, as a share of a step's."""
+        return self.technique.forward_recompute_fraction / PASSES
+
+    @property
+    def reserves(self) -> str:
+        """Return words to add to the peak: what the allocator reserves for it; "" on the CPU."""
+        return f", reserves {mib(self.step.reserved)} MiB" if self.step.reserved else ""
+
+    def cost(self) -> tuple[int, float, int, int]:
+        """Return the order of preference: the same result, then less recomputation, then fewer overrides."""
+        return CHANGES[self.changes], self.repeated, len(self.overrides), self.step.tensors
+
+
+def ways(asked: Candidate) -> Iterator[Candidate]:
+    """Yield mixed precision x batch in parts x (recompute, or thriftier operations x segments), as a run would start.
+
+    What a candidate needs, and what it recomputes, is left open.
+    """
+    config = asked.config
+    precisions = sorted({config.amp, True})
+    batches = [batch for batch in range(config.batch, 0, -1) if config.batch % batch == 0]
+    plans = PLANS if config.budget is None else (*PLANS, *WITH_BUDGET)
+    networks = [("", asked.model), *cheaper_activation(asked.model)]
+    for amp, batch in product(precisions, batches):
+        parts = config.batch * config.accumulate // batch
+        plain = replace(config, amp=amp, batch=batch, accumulate=parts, ckpt=0, recompute="none")
+        for (override, model), ckpt in product(networks, (0, *SEGMENTS)):
+            yield from _allowed(asked, replace(plain, ckpt=ckpt), model, override)
+        for plan in plans:
+            yield from _allowed(asked, replace(plain, recompute=plan), asked.model)
+
+
+def _allowed(asked: Candidate, changed: Config, model: Model, activation: str = "") -> Iterator[Candidate]:
+    """Yield the changed step with its overrides, if a run of it would start; `activation`: one more override."""
+    if not is_allowed(changed, model):
+        return
+    config = asked.config
+    added = []
+    for name in ("amp", "batch", "accumulate", "recompute", "ckpt"):
+        if getattr(changed, name) != getattr(config, name):
+            added.append(f"{name}={getattr(changed, name)}".lower())
+    if activation:
+        added.append(activation)
+    changes = "nothing"
+    if (changed.amp, changed.recompute) != (config.amp, config.recompute):
+        changes = "rounding"
+    if changed.batch != config.batch and depends_on_batch(config, model):
+        changes = "statistics"
+    yield Candidate(changed, model, replaced(asked.overrides, added), changes)
+
+
+def least_share(asked: Candidate, way: Candidate) -> float:
+    """Return the share of the bytes of the plain step that is asked for, which another way needs at least."""
+    share = way.config.batch / asked.config.batch
+    if way.config.amp != asked.config.amp:
+        share *= SHARES["amp"]
+    if way.model != asked.model:
+        share *= SHARES["activation"]
+    if way.config.ckpt:
+        share *= SHARES["ckpt"] / way.config.ckpt
+    return share * SHARES.get(way.config.recompute, 1.0)
+
+
+def untried(asked: Candidate) -> list[str]:
+    """Return why recompute is no way, where a run of it would be refused."""
+    reasons = []
+    for plan in PLANS:
+        try:
+            refuse_step(replace(asked.config, model=asked.model, ckpt=0, recompute=plan))
+        except UserError as error:
+            reasons.append(str(error))
+    return reasons
+
+
+def single_techniques(asked: Candidate) -> list[Candidate]:
+    """Return the step with each further memory option alone, of those that change rounding at most."""
+    config = asked.config
+    changed = [] if config.amp else [replace(config, amp=True)]
+    if not config.ckpt and config.recompute == "none":
+        changed += [replace(config, ckpt=2), *(replace(config, recompute=plan) for plan in PLANS)]
+    new = [way for other in changed for way in _allowed(asked, other, asked.model)]
+    candidates = []
+    for way in track(new, "memory options", len(new)):
+        with suppress(UserError):  # a user's network that is no sequence of stages
+            _ = way.step  # simulates
+            candidates.append(way)
+    return candidates
+
+
+def halves(candidate: Candidate) -> Iterator[Candidate]:
+    """Yield the candidate with half the widths, again and again, then with half the patch's longest side.
+
+    It ends where neither makes a network.
+    """
+    while True:
+        config = candidate.config
+        model = candidate.model
+        narrower = resized(model, lambda level, width: max(1, width // 2))
+        if min(model.features, default=0) >= 2 * SMALLEST and is_allowed(config, narrower):
+            overrides = replaced(candidate.overrides, width_overrides(narrower))
+            candidate = Candidate(config, narrower, overrides, "the network")
+        else:
+            patch = list(config.data.patch)
+            longest = patch.index(max(patch))
+            patch[longest] //= 2
+            smaller = replace(config, data=replace(config.data, patch=patch))
+            is_fixed = "auto" not in (config.model.kernels, config.model.strides) and model.features  # for any patch
+            if not is_fixed or patch[longest] < SMALLEST or not is_allowed(smaller, model):
+                return
+            overrides = replaced(candidate.overrides, [list_override("data.patch", patch)])
+            candidate = Candidate(smaller, model, overrides, "the patch")
+        yield candidate
+
+
+def replaced(overrides: Iterable[str], added: Sequence[str]) -> tuple[str, ...]:
+    """Return overrides with `added`, without others of the same options."""
+    names = {override.partition("=")[0] for override in added}
+    others = [override for override in overrides if override.partition("=")[0] not in names]
+    return (*others, *added)
+
+
+def resized(model_config: Model, change: Callable[[int, int], int]) -> Model:
+    """Return the network with other widths: `change` is given a level and its width, of encoder and decoder."""
+    features = [change(level, width) for level, width in enumerate(model_config.features)]
+    decoder = model_config.decoder
+    if decoder:
+        decoder = [change(level, width) for level, width in enumerate(decoder)]
+    return replace(model_config, features=features, decoder=decoder)
+
+
+def width_overrides(model_config: Model) -> list[str]:
+    """Return the overrides that set a network's widths."""
+    widths = {"model.features": model_config.features, "model.decoder": model_config.decoder}
+    return [list_override(name, values) for name, values in widths.items() if values is not None]
+
+
+def list_override(name: str, values: Sequence[int]) -> str:
+    """Return `data.patch=[96,96,32]`."""
+    return f"{name}=[{','.join(map(str, values))}]"
+
+
+def is_allowed(config: Config, model_config: Model) -> bool:
+    """Return whether a run of this network would start."""
+    with suppress(UserError):
+        refuse_step(replace(config, model=model_config))
+        return True
+    return False
+
+
+def refuse_step(config: Config) -> None:
+    """Raise UserError where a run of this config would not start; its paths need not exist."""
+    check(config, here=False)
+    check_ranks(config)
+
+
+def depends_on_batch(config: Config, model_config: Model) -> bool:
+    """Return whether a norm, Dice or mean is over the whole batch, so that parts change it.
+
+    Of a user's own network it is assumed.
+    """
+    norm = model_config.norm if model_config.features else "batch"
+    loss = config.loss
+    return norm.startswith("batch") or loss.batch_dice or loss.path is not None or not LOSSES[loss.name].get("by_image")
+
+
+def cheaper_activation(model_config: Model) -> list[tuple[str, Model]]:
+    """Return the override, if any, that keeps less for backward and computes the same function, and its network."""
+    is_in_place = model_config.inplace
+    is_instance_norm = model_config.norm == "instance"  # whose output is a view: autograd copies what changes it
+    if model_config.activation == "swish":
+        return [("model.activation=swish_lean", replace(model_config, activation="swish_lean"))]
+    if is_in_place and is_instance_norm:
+        return [("model.inplace=false", replace(model_config, inplace=False))]
+    if not is_in_place and not is_instance_norm and model_config.activation == "leaky_relu":
+        return [("model.inplace=true", replace(model_config, inplace=True))]
+    return []
 
 
 def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]:
@@ -41,55 +259,48 @@ def find_fit(asked: Candidate, budget: int) -> tuple[list[Candidate], Candidate]
     with counting("memory options, at most", len(all_ways)) as counter:
 
         def measure(way: Candidate) -> int:
-            tried.append(simulated(way))
+            needed = way.step.limited
+            tried.append(way)
             counter.advance()
-            return tried[-1].step.limited
+            return needed
 
-        for group in _in_groups(likely):
-            if fit(_by_cost(group), measure, budget) is not None:
+        def thriftiest_fits(amp: bool) -> bool:
+            alike = [way for way in all_ways if way.config.amp == amp]
+            for way in sorted(alike, key=lambda way: least_share(asked, way)):
+                with suppress(UserError):
+                    return measure(way) <= budget
+            return False
+
+        def attempts() -> Iterator[list[Candidate]]:
+            yield from _groups_by_cost(likely)
+            if any([thriftiest_fits(amp) for amp in (False, True)]):
+                # This network needs a smaller share than known ones, so none of its ways is left out.
+                yield from _groups_by_cost(way for way in all_ways if way not in likely)
+            yield list(halves(min(tried, key=lambda way: way.step.tensors)))
+
+        for group in attempts():
+            if fit(group, measure, budget) is not None:
                 return pareto_front(tried), tried[-1]
-        if any([_measures_thriftiest(asked, all_ways, amp, measure, budget) for amp in (False, True)]):
-            # This network needs a smaller share than known ones, so none of its ways is left out.
-            for group in _in_groups(way for way in all_ways if way not in likely):
-                if fit(_by_cost(group), measure, budget) is not None:
-                    return pareto_front(tried), tried[-1]
-        smaller = list(halves(min(tried, key=lambda way: way.step.tensors)))
-        fit(smaller, measure, budget)
-    best = tried[-1]
-    if best.step.limited > budget:
-        best = min(tried, key=lambda way: way.step.tensors)
-    return pareto_front(tried), best
+    return pareto_front(tried), min(tried, key=lambda way: way.step.tensors)
 
 
-def _measures_thriftiest(
-    asked: Candidate, candidates: Iterable[Candidate], amp: bool, measure: Callable[[Candidate], int], budget: int
-) -> bool:
-    """Measure what is likely to need the least with or without mixed precision; return whether it fits."""
-    alike = [way for way in candidates if way.config.amp == amp]
-    for way in sorted(alike, key=lambda way: least_share(asked, way)):
-        with suppress(UserError):
-            return measure(way) <= budget
-    return False
+def _groups_by_cost(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
+    """Yield the candidates by cost in groups that are priced as they are asked for, what recomputes nothing first.
 
+    Those whose networks do not have the technique are left out.
+    """
 
-def _in_groups(candidates: Iterable[Candidate]) -> Iterator[list[Candidate]]:
-    """Yield the candidates in groups, each of which costs no more than the next: those that recompute nothing first."""
-    groups: dict[tuple[int, bool], list[Candidate]] = {}
-    for candidate in candidates:
+    def group_of(candidate: Candidate) -> tuple[int, bool]:
         recomputes = bool(candidate.config.ckpt) or candidate.config.recompute != "none"
-        groups.setdefault((CHANGES[candidate.changes], recomputes), []).append(candidate)
-    for key in sorted(groups):
-        yield groups[key]
+        return CHANGES[candidate.changes], recomputes
 
-
-def _by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates by cost, without those whose networks do not have the technique."""
-    priced = []
-    for candidate in candidates:
-        with suppress(UserError):
-            technique = estimated_technique(candidate.config, candidate.model)
-            priced.append(with_price(candidate, technique))
-    return sorted(priced, key=Candidate.cost)
+    for _, group in groupby(sorted(candidates, key=group_of), key=group_of):
+        costs = []
+        for candidate in group:
+            with suppress(UserError):
+                technique = choose_technique(candidate.config, candidate.model, is_estimate=True)
+                costs.append((technique.forward_recompute_fraction, len(candidate.overrides), candidate))
+        yield [candidate for *_, candidate in sorted(costs, key=lambda cost: cost[:2])]
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -130,10 +341,7 @@ def refuse_over_card(asked: Candidate, validation: int, windows: int, free: int,
 def _refuse(asked: Candidate, budget: int, problem: str) -> NoReturn:
     """Raise UserError with the options that need less than the step, up to the first that fits."""
     front, best = find_fit(asked, budget)
-    rows = [asked]
-    for row in front:
-        if row.cost() < best.cost() and row.step.tensors < asked.step.tensors:
-            rows.append(row)
+    rows = [asked, *(row for row in front if row.cost() < best.cost() and row.step.tensors < asked.step.tensors)]
     if best.step.tensors < asked.step.tensors:
         rows.append(best)
     if best.step.limited <= budget:
@@ -152,7 +360,7 @@ def _lines(asked: Candidate, rows: Iterable[Candidate]) -> Iterator[str]:
         if row is not asked:
             saves = mib(asked.step.tensors - row.step.tensors)
             changes = f"{row.changes + ':':<12} {' '.join(row.overrides)}"
-        yield f"  {mib(row.step.tensors):>10} {saves:>10} {row.step_recompute_fraction:>10.0%}  {changes}"
+        yield f"  {mib(row.step.tensors):>10} {saves:>10} {row.repeated:>10.0%}  {changes}"
 
 
 def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIENCE) -> Iterator[str]:
@@ -163,11 +371,11 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     """
     until = time.monotonic() + seconds
     until_new = until - seconds / 2  # what a resumed run may change leaves as much time for the rest
-    asked = simulated(Candidate((), "nothing", config, model_config))
+    asked = Candidate(config, model_config)
     no_budget = () if config.budget is None else ("budget=null",)
-    free = asked._replace(overrides=no_budget, config=replace(config, budget=None))
+    free = replace(asked, overrides=no_budget, config=replace(config, budget=None))
     if config.recompute == "auto":
-        free = free._replace(config=replace(free.config, recompute="tiles"), overrides=(*no_budget, "recompute=tiles"))
+        free = replace(free, config=replace(free.config, recompute="tiles"), overrides=(*no_budget, "recompute=tiles"))
     fixed = options_with("fixed").keys()
     resumable = [free]
     others: list[Candidate] = []
@@ -190,17 +398,16 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
 
 
 def _lower(candidates: Iterable[Candidate], size: int, until: float, most: int | None = None) -> Iterator[Candidate]:
-    """Yield candidates lower than a size (bytes) and those before, simulated; at most so many, up to a time."""
+    """Yield each candidate that needs less than `size` (bytes) and than those before, until a time; `most` at most."""
     found = 0
     for candidate in candidates:
         if time.monotonic() > until or found == most:
             return
         with suppress(UserError):
-            row = simulated(candidate)
-            if row.step.tensors < size:
-                size = row.step.tensors
+            if candidate.step.tensors < size:
+                size = candidate.step.tensors
                 found += 1
-                yield row
+                yield candidate
 
 
 def oom_moment(ledger: Ledger) -> Iterator[str]:
@@ -212,7 +419,7 @@ def oom_moment(ledger: Ledger) -> Iterator[str]:
     steps_done = sum(name == "end" for _, name in ledger.marks)
     _, phase = ledger.marks[-1]
     if phase == "end":  # the ledger has stopped: later steps repeat the first ones
-        moment = ledger.peak_moment()
+        moment = breakdown.peak_moment(ledger)
         peak = breakdown.describe(ledger, moment)["words"]
         yield f"not in the first {steps_done} steps, whose peak was in {peak}; held then:"
     else:

@@ -17,7 +17,7 @@ from unet3d.base.progress import parts
 from unet3d.base.types import Batch, host_bytes, mib
 from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.ledger import Ledger
+from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.meter import COUNTED, MEASURED_STEPS, GpuLedger, LedgerMeter
 from unet3d.recomputing.plans import PLAIN, Technique
 from unet3d.training import optim
@@ -179,17 +179,14 @@ def validation_peak(
         model = fake_model(config, model_config, torch.float32).eval()
         policy = build.policy(config, "cpu", technique)
         predictor = build.predictor(config, [model], model_config, policy)
-        return _windows(predictor, device_type).peak_requested() + optimizer_bytes
+        return most_held(_windows(predictor, device_type).requests()) + optimizer_bytes
 
 
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
     """Raise UserError where windows of the checkpoint at `path` would need more than all memory of the device."""
     device = next(predictor.models[0].parameters()).device
-    needed = _predicted_peak(predictor)
-    if device.type == "cuda":
-        _, memory = torch.cuda.mem_get_info(device)
-    else:
-        memory = host_bytes()
+    needed = most_held(_predicted(predictor).requests())
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
     if needed <= memory:
         return
     kind = "tensors and workspaces" if device.type == "cuda" else f"tensors ({COUNTED})"
@@ -205,22 +202,18 @@ def refuse_large_window(predictor: Predictor, path: Path) -> None:
 
 
 def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
-    """Return the predictor that knows what its windows need beside the weights.
+    """Return the predictor that knows what its windows need in addition to the weights.
 
     Where that is more than `free` bytes, half as many windows see the networks at once, and so on down to one.
     """
-    weights = _weight_bytes(predictor)
+    weights = sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
     device = next(predictor.models[0].parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        needed = _predicted_peak(predictor) - weights
+        needed = most_held(_predicted(predictor).requests()) - weights
         while needed > free and predictor.batch > 1:
             predictor = replace(predictor, batch=predictor.batch // 2)
-            needed = _predicted_peak(predictor) - weights
+            needed = most_held(_predicted(predictor).requests()) - weights
     return replace(predictor, window_bytes=needed)
-
-
-def _weight_bytes(predictor: Predictor) -> int:
-    return sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
 
 
 def largest_map(predictor: Predictor) -> int:
@@ -228,22 +221,13 @@ def largest_map(predictor: Predictor) -> int:
     return _predicted(predictor).largest_map()
 
 
-def _predicted_peak(predictor: Predictor) -> int:
-    """Return the most bytes of weights and windows, on a GPU with workspaces of convolutions."""
-    return _predicted(predictor).peak_requested()
-
-
 def _predicted(predictor: Predictor) -> Ledger:
-    """Return the ledger of windows of fake networks in the place of the predictor's."""
+    """Return the ledger of weights and windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
         policy = replace(predictor.policy, device_type="cpu", segment_starts=(), program=None, window_program=None)
-        models = []
-        for _ in predictor.models:
-            model = build.model(predictor.options, seed=0)
-            models.append(policy.formatted(model).eval())
-        fake = replace(predictor, models=tuple(models), policy=policy)
-        return _windows(fake, device.type)
+        models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
+        return _windows(replace(predictor, models=models, policy=policy), device.type)
 
 
 def _windows(predictor: Predictor, target: str) -> Ledger:

@@ -1,6 +1,6 @@
 """memory.json's entries as tables of text and sentences, for the terminal, the report and wandb."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table, mib, percent
@@ -56,18 +56,14 @@ def largest_workspaces(entry: Entry) -> str:
     """Return which convolutions had the largest workspaces on a GPU; "" for another entry."""
     if "workspaces" not in entry:
         return ""
-    sizes = []
-    for row in entry["workspaces"][:MOST_IN_SENTENCE]:
-        if row["bytes"]:
-            sizes.append(f"{mib(row['bytes'])} MiB in {row['phase']} of {row['module']}")
+    largest = [row for row in entry["workspaces"][:MOST_IN_SENTENCE] if row["bytes"]]
+    sizes = [f"{mib(row['bytes'])} MiB in {row['phase']} of {row['module']}" for row in largest]
     return f"{WORKSPACES}, the largest: {', '.join(sizes) or 'none'}."
 
 
 def workspaces(entry: Entry) -> Table:
     """Return one row per layer and phase, largest workspace first."""
-    rows = []
-    for row in entry.get("workspaces", []):
-        rows.append([row["module"], row["phase"], mib(row["bytes"])])
+    rows = [[row["module"], row["phase"], mib(row["bytes"])] for row in entry.get("workspaces", [])]
     return Table(["layer", "phase", "workspace (MiB)"], rows)
 
 
@@ -118,10 +114,8 @@ def folded(entry: Entry, most: int) -> dict[str, Any]:
         return dict(entry)
     others = sorted(rows, key=lambda row: -row["bytes"])[most - 1 :]
     layers = [row for row in rows if row not in others]
-    rest: dict[str, Any] = {"module": f"{len(others)} smaller layers", "level": None}
-    for name in rows[0]:
-        if name not in rest:
-            rest[name] = sum(row[name] for row in others)
+    rest = {name: sum(row[name] for row in others) for name in rows[0] if name not in ("module", "level")}
+    rest = {"module": f"{len(others)} smaller layers", "level": None, **rest}
     return {**entry, "layers": [*layers, rest]}
 
 
@@ -163,10 +157,7 @@ def sentence(advice: Entry, peak: int) -> str:
 
 def single_techniques(without: Mapping[str, int], peak: int) -> Table:
     """Return one row per memory option that a step uses: its peak without the option, and what the option saves."""
-    rows = []
-    for option, size in without.items():
-        saved = size - peak
-        rows.append([option, mib(size), mib(saved), percent(saved, size)])
+    rows = [[option, mib(size), mib(size - peak), percent(size - peak, size)] for option, size in without.items()]
     return Table(["option", "peak without it (MiB, predicted)", "saved (MiB)", "share"], rows)
 
 
@@ -195,58 +186,45 @@ def categories(entry: Entry) -> Table:
     """Return one row per category of tensors with its bytes at the peak."""
     rows = []
     for category, size in entry.get("categories", {}).items():
-        name = NAMES.get(category, category)
-        rows.append([name, mib(size), percent(size, entry["peak_bytes"])])
+        rows.append([NAMES.get(category, category), mib(size), percent(size, entry["peak_bytes"])])
     return Table(["at the peak", "MiB", "share"], rows)
 
 
 def levels(entry: Entry) -> Table:
     """Return one row per level of the U with its bytes at the peak."""
-    rows = entry.get("levels", [])
-    names = []
-    for row in rows:
-        level = "0 (full)" if row["level"] == 0 else str(row["level"])
-        names.append([level])
-    return _by_category(["level"], names, rows)
+    names = {0: "0 (full)"}
+    return _by_category(entry.get("levels", []), {"level": lambda row: names.get(row["level"], str(row["level"]))})
 
 
 def layers(entry: Entry) -> Table:
     """Return one row per layer with its bytes at the peak, in the order of the network."""
-    rows = entry.get("layers", [])
-    names = []
-    for row in rows:
-        level = "" if row["level"] is None else str(row["level"])
-        names.append([row["module"], level])
-    return _by_category(["layer", "level"], names, rows)
+    names = {None: ""}
+    columns = {"layer": lambda row: row["module"], "level": lambda row: names.get(row["level"], str(row["level"]))}
+    return _by_category(entry.get("layers", []), columns)
 
 
-def _by_category(columns: list[str], names: Sequence[list[str]], rows: Sequence[Entry]) -> Table:
-    """Return each row's bytes, share and bytes by category, without the categories that no row has."""
-    shown = []
-    for category in NAMES:
-        if any(mib(row[category]) != "0.0" for row in rows):
-            shown.append(category)
+def _by_category(rows: Sequence[Entry], columns: Mapping[str, Callable[[Entry], str]]) -> Table:
+    """Return each row's names, bytes, share and bytes by category, without the categories that no row has."""
+    shown = [category for category in NAMES if any(mib(row[category]) != "0.0" for row in rows)]
     total = sum(row["bytes"] for row in rows)
     cells = []
-    for name, row in zip(names, rows, strict=True):
+    for row in rows:
+        names = [name_of(row) for name_of in columns.values()]
         sizes = [mib(row[category]) if row[category] else "" for category in shown]
-        cells.append([*name, mib(row["bytes"]), percent(row["bytes"], total), *sizes])
+        cells.append([*names, mib(row["bytes"]), percent(row["bytes"], total), *sizes])
     headings = [f"{NAMES[category]} (MiB)" for category in shown]
     return Table([*columns, "MiB", "share", *headings], cells)
 
 
 def state(entry: Entry, parameters: int) -> Table:
     """Return what parameters cost: weights, gradients, optimizer state, in bytes per parameter and MiB."""
-    rows = []
-    for role, size in entry.get("state", {}).items():
-        rows.append([NAMES[role], f"{size / parameters:.2f}", mib(size)])
+    sizes = entry.get("state", {})
+    rows = [[NAMES[role], f"{size / parameters:.2f}", mib(size)] for role, size in sizes.items()]
     return Table(["held for each parameter", "B/parameter", "MiB"], rows)
 
 
 def estimates(sizes: Mapping[str, int], peak: int) -> Table:
     """Return one row per usual estimate, in bytes, with its error against the peak; the last row is the peak."""
-    rows = []
-    for name, size in sizes.items():
-        rows.append([name, mib(size), f"{size / peak - 1:+.0%}"])
+    rows = [[name, mib(size), f"{size / peak - 1:+.0%}"] for name, size in sizes.items()]
     rows.append(["unet3d: the step itself, without data", mib(peak), "+0%"])
     return Table(["estimate", "MiB", "error"], rows)

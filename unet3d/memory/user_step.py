@@ -35,57 +35,39 @@ NO_GRADIENT = "does not require grad and does not have a grad_fn"  # as it refus
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Put a model's weights, buffers, gradients and modes back afterwards; copies wait in host memory."""
-    weights = list(model.parameters())
-    weight_copies = [weight.detach().to("cpu", copy=True) for weight in weights]
-    gradients = [parameter.grad for parameter in model.parameters()]
-    modes = {module: module.training for module in model.modules()}
-    registered: list[Any] = [(module._parameters, dict(module._parameters)) for module in modes]
-    buffers = [_BufferCopies(module._buffers) for module in modes]
-    for parameter in model.parameters():
-        parameter.grad = None
+    weights = [(weight, weight.detach().to("cpu", copy=True), weight.grad) for weight in model.parameters()]
+    modules = []
+    for module in model.modules():
+        buffers = {name: None if buffer is None else _kept(buffer) for name, buffer in module._buffers.items()}
+        modules.append((module, module.training, dict(module._parameters), buffers))
+    for weight, _, _ in weights:
+        weight.grad = None
     try:
         yield
     finally:
-        for place, before in registered:  # a step may have put another tensor there
-            place.clear()
-            place.update(before)
-        for buffer_copies in buffers:
-            buffer_copies.put_back()
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        for module, mode in modes.items():
+        for module, mode, parameters, buffers in modules:  # a step may have put other tensors there
             module.training = mode
-        for weight, value in zip(weights, weight_copies, strict=True):
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update({name: kept and _put_back(*kept) for name, kept in buffers.items()})
+        for weight, value, gradient in weights:
+            weight.grad = gradient
             _write_over(weight, value)
 
 
-class _BufferCopies:
-    """A module's buffers as they were. They are not held: a step that puts others in their place frees them."""
+def _kept(buffer: Tensor) -> tuple[TensorWeakRef, Tensor, torch.device]:
+    """Return a copy of a buffer, which is not held: a step that puts another in its place frees it."""
+    return TensorWeakRef(buffer), buffer.detach().to("cpu", copy=True), buffer.device
 
-    def __init__(self, place: dict[str, Any]) -> None:
-        self.place = place
-        self.copies: dict[str, tuple[TensorWeakRef, Tensor, torch.device] | None] = {}
-        for name, buffer in place.items():
-            if buffer is None:
-                self.copies[name] = None
-            else:
-                value = buffer.detach().to("cpu", copy=True)
-                self.copies[name] = (TensorWeakRef(buffer), value, buffer.device)
 
-    def put_back(self) -> None:
-        """Put each buffer, or a copy of one that is gone, back into its place."""
-        self.place.clear()
-        for name, entry in self.copies.items():
-            if entry is None:
-                self.place[name] = None
-                continue
-            reference, value, device = entry
-            buffer = reference()
-            if buffer is None:
-                buffer = value.to(device)
-            else:
-                _write_over(buffer, value)
-            self.place[name] = buffer
+def _put_back(reference: TensorWeakRef, value: Tensor, device: torch.device) -> Tensor:
+    """Return the buffer as it was, or a copy of one that is gone."""
+    buffer: Tensor | None = reference()
+    if buffer is None:
+        return value.to(device)
+    _write_over(buffer, value)
+    return buffer
 
 
 @torch.no_grad()
@@ -121,10 +103,9 @@ def on_fake_tensors(model: nn.Module, target: str) -> nn.Module:
     return fake_model
 
 
-def network_name(model: nn.Module) -> str:
-    """Return the class of a network, also of one that recomputes."""
-    network = schedules_of(model).network if isinstance(model, Recomputed) else model
-    return type(network).__name__
+def network_of(model: nn.Module) -> nn.Module:
+    """Return the network itself, of one that recomputes."""
+    return schedules_of(model).network if isinstance(model, Recomputed) else model
 
 
 def find_schedule(model: nn.Module, image: Tensor, policy: MemoryPolicy) -> None:
@@ -161,19 +142,18 @@ def image_explained(model: nn.Module, example: Example, policy: MemoryPolicy) ->
             raise
         if NO_GRADIENT in str(error):
             problem = "the loss has no gradient: forward detaches its output, or computes it without gradients"
-            raise UserError(f"{network_name(model)}: {problem}") from error
-        network = schedules_of(model).network if isinstance(model, Recomputed) else model
+            raise UserError(f"{type(network_of(model)).__name__}: {problem}") from error
         weight = next(model.parameters())
         size, dtype = _size_and_type(example, weight.dtype)
         with torch.autocast(policy.device_type, policy.dtype, policy.dtype is not None):
-            line = cannot_take(network, size, dtype, weight.device)
+            line = cannot_take(network_of(model), size, dtype, weight.device)
         if line is None:
             raise
         raise UserError(line) from error
 
 
-def refuse_network(model: nn.Module) -> None:
-    """Raise UserError for what is no network, or none whose steps can be followed."""
+def refuse_network(model: nn.Module, depth: int | None) -> None:
+    """Raise UserError for what is no network, or none whose steps can be followed, and for a depth that is none."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise UserError(f"model: give a network, a torch.nn.Module, not {name}")
@@ -182,8 +162,11 @@ def refuse_network(model: nn.Module) -> None:
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise UserError(f"{name}: its lazy layers have no weights yet; call it once with an image")
     weights = list(model.parameters())
-    if weights and not any(weight.requires_grad for weight in weights):
-        raise UserError(f"{name}: has no weights to train: requires_grad is false for all")
+    if not any(weight.requires_grad for weight in weights):
+        why = ": requires_grad is false for all" if weights else ""
+        raise UserError(f"{name}: has no weights to train{why}")
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+        raise UserError(f"depth={depth}: give the number of parts of layers' names, from 1 on")
 
 
 @contextmanager
@@ -230,17 +213,8 @@ def segmentation_loss(output: Any, label: Tensor) -> Tensor:
 def policy_of(amp: bool | str, device_type: str, target: str) -> MemoryPolicy:
     if not isinstance(amp, bool) and amp not in ("bf16", "fp16"):
         raise UserError(f"amp={amp}: give true, false, bf16 or fp16")
-    if not amp:
-        return MemoryPolicy(device_type, None)
-    name = "auto" if amp is True else str(amp)
-    return MemoryPolicy(device_type, amp_dtype(name, target))
-
-
-def device_of(model: nn.Module) -> torch.device:
-    weight = next(model.parameters(), None)
-    if weight is None:
-        raise UserError(f"{type(model).__name__}: has no weights to train")
-    return weight.device
+    dtype = amp_dtype("auto" if amp is True else str(amp), target) if amp else None
+    return MemoryPolicy(device_type, dtype)
 
 
 def batch_of(

@@ -1,7 +1,8 @@
-"""A plan as it is made, and its file: the config so far, and decisions, each with its reason."""
+"""A plan in the making, and its file: the config so far, and decisions, each with its reason."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
@@ -28,7 +29,7 @@ class Decision(NamedTuple):
 
 @dataclass
 class Draft:
-    """What has been decided, and what it follows from."""
+    """Decisions so far, and what they follow from."""
 
     config: Config  # Of the run, as far as it is decided; its model has channels and classes.
     given: Collection[str]  # Options of the command line, which stay as they are.
@@ -75,8 +76,9 @@ class Draft:
 
     def as_yaml(self, command: str) -> str:
         """Return the plan's file: what the command line gave, what was decided, and what is promised."""
+        given = {name: attrgetter(name)(self.config) for name in sorted(self.given)}
         options: dict[str, Any] = {}
-        for name, value in {**self._given_values(), **self.options}.items():
+        for name, value in {**given, **self.options}.items():
             *groups, last = name.split(".")
             place = options
             for group in groups:
@@ -86,15 +88,6 @@ class Draft:
         text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
         reasons = [f"# {escaped(str(decision))}" for decision in self.decisions]
         return "\n".join([f"# Written by: {escaped(command)}", *reasons, text])
-
-    def _given_values(self) -> dict[str, Any]:
-        values = {}
-        for name in sorted(self.given):
-            value: Any = self.config
-            for part in name.split("."):
-                value = getattr(value, part)
-            values[name] = value
-        return values
 
 
 def changed(node: Any, name: str, value: Any) -> Any:

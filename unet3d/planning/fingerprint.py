@@ -67,7 +67,7 @@ class Fingerprint:
     shapes: list[tuple[int, int, int]]  # of each case, as stored (voxels)
     spacings: list[Triple]  # of each case, as stored (mm)
     channels: tuple[str, ...]
-    classes: tuple[ClassShare, ...]  # with background; of regions the classes of label maps
+    classes: tuple[ClassShare, ...]  # with background; of regions each, so that shares overlap
     model: Mapping[str, Any]  # options of the network that follow from the data
     intensities: tuple[ChannelIntensity, ...]
     ordered_axes: tuple[int, ...]  # along which two classes keep their order in every sampled case
@@ -78,12 +78,12 @@ class Fingerprint:
 class CaseSample(NamedTuple):
     """Counts, intensities and places of one sampled case."""
 
-    counts: np.ndarray  # voxels of each class
+    counts: np.ndarray  # voxels of each label
     voxels: np.ndarray  # intensities (C, n)
     foreground: np.ndarray  # intensities of foreground voxels (C, n)
-    centres: np.ndarray  # mean place of each class (classes, 3), share of the volume; NaN where it is absent
+    centres: np.ndarray  # mean place of each label (labels, 3), share of the volume; NaN where it is absent
     extent: np.ndarray  # of the foreground along the axes (mm); NaN without any
-    flat: np.ndarray | None  # share of the places where classes touch that lie in a plane across each axis (3)
+    flat: np.ndarray | None  # share of the places where labels touch that lie in a plane across each axis (3)
 
 
 def read_fingerprint(data: Data) -> Fingerprint:
@@ -132,15 +132,15 @@ def _chosen(train: Sequence[Case], grid_of: dict[str, Grid]) -> list[Case]:
 
 def _sample(dataset: DatasetInfo, case: Case, data: Data) -> CaseSample:
     """Return a sample of a case. Raises UserError for one that cannot be read."""
-    classes = len(dataset.classes)
-    values = LabelValues(classes, dataset.ignore, dataset.relabel)
+    labels = dataset.label_count
+    values = LabelValues.of_files(dataset)
     volume = read_volume(case, values, None, ValidationRules.of(data))
     label = volume.label
     assert label is not None, volume.case_id
-    counts = np.bincount(label.ravel(), minlength=classes)[:classes]
+    counts = np.bincount(label.ravel(), minlength=labels)[:labels]
     image = volume.image.reshape(len(volume.image), -1)
     voxels = image[:, subsample_indices(image.shape[1], VOXELS_OF_CASE)]
-    centres = np.full((classes, 3), np.nan)
+    centres = np.full((labels, 3), np.nan)
     extent = np.full(3, np.nan)
     for axis in range(3):
         length = label.shape[axis]
@@ -154,13 +154,13 @@ def _sample(dataset: DatasetInfo, case: Case, data: Data) -> CaseSample:
         if rows.size:
             extent[axis] = (rows[-1] - rows[0] + 1) * volume.spacing[axis]
     foreground = foreground_sample(volume.image, label, dataset.ignore)
-    return CaseSample(counts, voxels, foreground, centres, extent, _flat_shares(label, classes))
+    return CaseSample(counts, voxels, foreground, centres, extent, _flat_shares(label, labels))
 
 
-def _flat_shares(label: np.ndarray, classes: int) -> np.ndarray | None:
-    """Return the share of the places where two foreground classes touch that lie in a plane across each axis (3).
+def _flat_shares(label: np.ndarray, labels: int) -> np.ndarray | None:
+    """Return the share of the places where two foreground labels touch that lie in a plane across each axis (3).
 
-    The plane is the median one with its neighbours. None where no two classes touch.
+    The plane is the median one with its neighbours. None where no two of them touch.
     """
     flat = np.zeros(3)
     touching = 0
@@ -168,7 +168,7 @@ def _flat_shares(label: np.ndarray, classes: int) -> np.ndarray | None:
         along = np.moveaxis(label, axis, 0)
         before = along[:-1]
         after = along[1:]
-        is_foreground = (before > 0) & (before < classes) & (after > 0) & (after < classes)
+        is_foreground = (before > 0) & (before < labels) & (after > 0) & (after < labels)
         places = np.nonzero(is_foreground & (before != after))[0]
         touching += places.size
         if places.size:
@@ -177,10 +177,15 @@ def _flat_shares(label: np.ndarray, classes: int) -> np.ndarray | None:
 
 
 def _class_shares(dataset: DatasetInfo, samples: Sequence[CaseSample]) -> tuple[ClassShare, ...]:
+    """Return the share of each class, or of the background and of each region, which holds several labels."""
     counts = np.array([sample.counts for sample in samples])
-    voxels = counts.sum(0) / max(1, counts.sum())
-    cases = (counts > 0).mean(0)
-    return tuple(map(ClassShare, dataset.classes, voxels.tolist(), cases.tolist()))
+    regions = dataset.regions
+    labels_of = [(label,) for label in range(dataset.label_count)] if regions is None else [(0,), *regions.labels]
+    shares = []
+    for name, labels in zip(dataset.classes, labels_of, strict=True):
+        held = counts[:, labels].sum(1)
+        shares.append(ClassShare(name, float(held.sum() / max(1, counts.sum())), float((held > 0).mean())))
+    return tuple(shares)
 
 
 def _intensity(name: str, channel: int, samples: Sequence[CaseSample]) -> ChannelIntensity:
@@ -203,17 +208,12 @@ def _intensity(name: str, channel: int, samples: Sequence[CaseSample]) -> Channe
 
 def _ordered_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:
     """Return the axes along which two foreground classes keep their order in every sampled case that has both."""
-    centres = np.array([sample.centres for sample in samples])
-    ordered = []
-    for axis in range(3):
-        along = centres[:, 1:, axis]
-        difference = along[:, :, None] - along[:, None, :]
-        is_known = ~np.isnan(difference)
-        enough = is_known.sum(0) >= LEAST_ORDERED
-        always = (np.where(is_known, difference, 1) > 0).all(0)
-        if (enough & always).any():
-            ordered.append(axis)
-    return tuple(ordered)
+    centres = np.array([sample.centres[1:] for sample in samples])
+    difference = centres[:, :, None] - centres[:, None]
+    is_known = ~np.isnan(difference)
+    enough = is_known.sum(0) >= LEAST_ORDERED
+    always = (np.where(is_known, difference, 1) > 0).all(0)
+    return tuple(np.flatnonzero((enough & always).any((0, 1))).tolist())
 
 
 def _cut_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:

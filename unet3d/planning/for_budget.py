@@ -1,8 +1,11 @@
 """Decisions that follow from the budget, each with its reason: precision, widths, patch, batch, and schedule."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from math import inf, prod
+from operator import attrgetter
 
 import torch
 
@@ -37,7 +40,7 @@ WEIGHTS = "a quarter of the budget does not hold weights, gradients and the opti
 def choose_precision(draft: Draft) -> None:
     """Choose mixed precision: on CUDA always, on a CPU by the time of a small step."""
     if draft.is_given("amp"):
-        draft.decide("precision", _amp(draft.config.amp), "as given")
+        draft.decide("precision", f"amp={draft.config.amp}".lower(), "as given")
         return
     gain = ""
     if draft.device == "cuda":
@@ -50,18 +53,12 @@ def choose_precision(draft: Draft) -> None:
         return
     widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
     config = by_schedule(with_patch(draft, widths[-1], _small(_sizes(draft))), "none")
-    seconds = timing.measured_step(replace(config, amp=False))
-    seconds_by_amp = timing.measured_step(replace(config, amp=True))
-    ratio = seconds_by_amp / seconds
-    is_worth = ratio <= SLOWER_BY_AMP
+    seconds, seconds_by_amp = (timing.measured_step(replace(config, amp=amp)) for amp in (False, True))
+    is_worth = seconds_by_amp <= SLOWER_BY_AMP * seconds
     draft.set("amp", is_worth)
-    time = f"a small step takes {ratio:.2f} times float32's time on this CPU (measured)"
-    draft.decide("precision", _amp(is_worth), f"half the bytes of activations; {time}", _amp(not is_worth))
-
-
-def _amp(is_on: bool) -> str:
-    """Return the option as the command line has it."""
-    return "amp=true" if is_on else "amp=false"
+    time = f"a small step takes {seconds_by_amp / seconds:.2f} times float32's time on this CPU (measured)"
+    choice, instead = (f"amp={amp}".lower() for amp in (is_worth, not is_worth))
+    draft.decide("precision", choice, f"half the bytes of activations; {time}", instead)
 
 
 def _sizes(draft: Draft) -> list[SizedPatch]:
@@ -73,16 +70,12 @@ def _sizes(draft: Draft) -> list[SizedPatch]:
         x, y, z = config.data.patch
         return [SizedPatch((x, y, z), first.levels)]
     sizes = sized_patches(draft.spacing, draft.shape, levels)
-    return [size for size in sizes if _is_taken(draft, size)] or sizes[:1]
-
-
-def _is_taken(draft: Draft, size: SizedPatch) -> bool:
-    """Return whether a run takes a patch, beside the options that are given."""
-    try:
-        with_patch(draft, _first_widths(draft)[0], size)
-    except UserError:
-        return False
-    return True
+    taken = []
+    for size in sizes:
+        with suppress(UserError):
+            with_patch(draft, _first_widths(draft)[0], size)
+            taken.append(size)
+    return taken or sizes[:1]
 
 
 def _first_widths(draft: Draft) -> list[int]:
@@ -123,21 +116,19 @@ def choose_step(draft: Draft) -> None:
     Raises UserError where no patch fits.
     """
     sizes = _sizes(draft)
-    rates = _seconds_a_voxel(draft, sizes)
-    width, reason_of_width = _first_width(draft, sizes, rates)
-    rate = rates.get(width)
-    sizes_in_time = _in_time(draft, sizes, rate)
+    width, reason_of_width, rate = _first_width(draft, sizes)
+    sizes_in_time = sizes
+    if rate is not None and draft.seconds is not None:
+        most_voxels = draft.seconds / LEAST_STEPS / (LEAST_BATCH * rate)
+        sizes_in_time = [size for size in sizes if size.voxels <= most_voxels] or sizes[-1:]
     step, size = _largest_step(draft, width, sizes_in_time)
     limit = "larger patches come before more of them"
     if size == sizes_in_time[0]:
         step, limit = _grown(draft, step, rate)
     config = step.config
-    draft.set("model.features", config.model.features)
-    draft.set("model.kernels", config.model.kernels)
-    draft.set("model.strides", config.model.strides)
-    draft.set("data.patch", config.data.patch)
-    for name in ("batch", "accumulate", "recompute", "ckpt"):
-        draft.set(name, getattr(config, name))
+    of_network = ("model.features", "model.kernels", "model.strides", "data.patch")
+    for name in (*of_network, "batch", "accumulate", "recompute", "ckpt"):
+        draft.set(name, attrgetter(name)(config))
     draft.set("budget", config.budget or draft.config.budget)
     _decide_network(draft, size.levels, width, reason_of_width)
     unused = _decide_patch(draft, size, sizes_in_time, sizes)
@@ -148,34 +139,30 @@ def choose_step(draft: Draft) -> None:
     _promise(draft, step, unused)
 
 
-def _seconds_a_voxel(draft: Draft, sizes: Sequence[SizedPatch]) -> dict[int, float]:
-    """Return the seconds of a step for each voxel of its batch, by first width, measured on a small patch.
+def _first_width(draft: Draft, sizes: Sequence[SizedPatch]) -> tuple[int, str, float | None]:
+    """Return the channels of the first level, the most for which memory and time allow, why, and the pace with them.
 
-    {} without a time, or where the device is not here.
+    The pace is the seconds of a step for each voxel of its batch, measured on a small patch; None without a time, or
+    where the device is not here.
     """
-    if draft.seconds is None or not timing.is_here(draft.config):
-        return {}
     small = _small(sizes)
+    is_timed = draft.seconds is not None and timing.is_here(draft.config)
+
+    @cache
+    def pace(width: int) -> float:
+        config = by_schedule(with_patch(draft, width, small), "none")
+        return timing.measured_step(replace(config, batch=1, accumulate=1)) / small.voxels
+
     widths = _first_widths(draft)
     if draft.is_given("model.features"):
-        widths = widths[:1]
-    rates = {}
-    for width in widths:
-        config = by_schedule(with_patch(draft, width, small), "none")
-        seconds = timing.measured_step(replace(config, batch=1, accumulate=1))
-        rates[width] = seconds / small.voxels
-    return rates
-
-
-def _first_width(draft: Draft, sizes: Sequence[SizedPatch], rates: dict[int, float]) -> tuple[int, str]:
-    """Return the channels of the first level, the most for which memory and time allow, and why."""
-    if draft.is_given("model.features"):
-        return FIRST_WIDTHS[0], "as given"
-    widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
+        return FIRST_WIDTHS[0], "as given", pace(widths[0]) if is_timed else None
+    narrowest = widths[-1]
+    widths = [width for width in widths if width >= FIRST_ON_CPU]
     reason = ""
-    if rates and draft.seconds is not None:
+    if is_timed and draft.seconds is not None:
         voxels = LEAST_STEPS * BATCHES[draft.device] * sizes[0].voxels
-        widths = [width for width in widths if draft.seconds >= voxels * rates[width]] or widths[-1:]
+        most = draft.seconds / voxels
+        widths = [width for width in widths if pace(width) <= most] or widths[-1:]
         time = f"{LEAST_STEPS} steps in {duration(draft.seconds)}"
         reason = f"the widest that allow {time} (measured on a small patch), not below {FIRST_ON_CPU}"
     elif draft.device == "cpu":
@@ -183,21 +170,14 @@ def _first_width(draft: Draft, sizes: Sequence[SizedPatch], rates: dict[int, flo
         reason = "on a CPU half of nnU-Net's: a quarter of the work; time= may allow more"
     middle = sizes[len(sizes) // 2]
     limit = STATE_SHARE * draft.budget
-    for width in (*widths, _first_widths(draft)[-1]):
+    for width in (*widths, narrowest):
         if state_bytes(with_patch(draft, width, middle)) <= limit:
             break
     if width < FIRST_ON_CPU:
-        return width, f"{WEIGHTS} of wider levels"
-    narrower = f"narrower than nnU-Net's: {WEIGHTS} of those"
-    return width, reason or ("as nnU-Net's" if width == FIRST_WIDTHS[0] else narrower)
-
-
-def _in_time(draft: Draft, sizes: list[SizedPatch], rate: float | None) -> list[SizedPatch]:
-    """Return the patches of which the given time allows enough steps; the smallest where it allows none."""
-    if rate is None or draft.seconds is None:
-        return sizes
-    most_voxels = draft.seconds / LEAST_STEPS / (LEAST_BATCH * rate)
-    return [size for size in sizes if size.voxels <= most_voxels] or sizes[-1:]
+        reason = f"{WEIGHTS} of wider levels"
+    elif not reason:
+        reason = "as nnU-Net's" if width == FIRST_WIDTHS[0] else f"narrower than nnU-Net's: {WEIGHTS} of those"
+    return width, reason, pace(width) if is_timed else None
 
 
 def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tuple[Step, SizedPatch]:
@@ -227,7 +207,7 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
     if plain.limited <= draft.budget:
         return plain, sizes[0]
     state = state_bytes(plain.config)
-    of_patch = SHARE_BY_TILES * (plain.peak.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
+    of_patch = SHARE_BY_TILES * (plain.needs.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
     size = _largest(draft, sizes, by_tiles, lambda size: state + of_patch * size.voxels / sizes[0].voxels)
     configs = [at_once(size), in_parts(size)] if size == sizes[0] else [in_parts(size)]
     return _cheapest(configs, draft.budget), size
@@ -262,14 +242,11 @@ def _cheapest(configs: Sequence[Config], budget: int) -> Step:
 
     `configs` differ in their batches, the preferred one first; the last fits with recompute=tiles.
     """
-    ways = []
-    for config in configs:
-        ways.append(by_schedule(config, "none"))
-        ways += [by_schedule(config, recompute, budget) for recompute in ("lean", "auto")]
-        ways.append(by_schedule(config, "tiles"))
+    plans = {"none": None, "lean": budget, "auto": budget, "tiles": None}
+    ways = [by_schedule(config, plan, limit) for config in configs for plan, limit in plans.items()]
 
     def measure(way: Config) -> float:
-        if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).peak.limited * LEAN_OF_TILES > budget:
+        if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).needs.limited * LEAN_OF_TILES > budget:
             return inf
         return predicted_step(way).limited
 
@@ -289,7 +266,7 @@ def _grown(draft: Draft, step: Step, rate: float | None) -> tuple[Step, str]:
         most = int(draft.seconds / LEAST_STEPS / (voxels * rate))
         limits[f"one more would leave fewer than {LEAST_STEPS} steps in the time"] = most
     of_patch = max(1, (step.limited - state_bytes(config)) // config.batch)
-    most = min(*limits.values(), BATCHES[draft.device])
+    most = min(limits.values())
     if not draft.is_given("batch", "accumulate") and config.accumulate == 1 and step.limited + of_patch <= draft.budget:
         batches = range(most, config.batch, -1)
         number = fit(
@@ -338,32 +315,29 @@ def _decide_patch(draft: Draft, size: SizedPatch, in_time: Sequence[SizedPatch],
     patch = sizes_text(size.patch)
     extent = [round(mm / step) for mm, step in zip(draft.fingerprint.foreground, draft.spacing, strict=True)]
     covers = f"the median volume is {sizes_text(draft.shape)}, its foreground {sizes_text(extent)}"
-    instead = ""
+    larger = None
     remedy = ""
     if draft.is_given("data.patch"):
-        reason = "as given"
-        unused = "the patch is given"
-    elif size == sizes[0] and max(draft.shape) > LONGEST:
-        reason = f"{covers}: {LONGEST:,} voxels an axis at most"
-        unused = f"a patch has {LONGEST:,} voxels an axis at most"
+        limit = "the patch is given"
     elif size == sizes[0]:
-        reason = f"{covers}: a larger patch would be padding"
-        unused = "no larger patch lies within the median volume"
+        limit = "a larger patch would be padding"
+        if max(draft.shape) > LONGEST:
+            limit = f"a patch has {LONGEST:,} voxels an axis at most"
     elif size == in_time[0]:
-        reason = f"{covers}: the time allows no larger one"
-        unused = "the time allows no larger patch"
+        limit = "the time allows no larger patch"
+        larger = sizes[0]
         remedy = "more time"
-        instead = f"{sizes_text(sizes[0].patch)} with {remedy}"
     else:
-        reason = f"{covers}: the largest of its proportions that fits"
-        unused = "the next larger patch does not fit"
+        limit = "the next larger one of these proportions does not fit"
+        larger = in_time[in_time.index(size) - 1]
         remedy = "more memory"
-        instead = f"{sizes_text(in_time[in_time.index(size) - 1].patch)} with {remedy}"
+    reason = "as given" if draft.is_given("data.patch") else f"{covers}: {limit}"
+    instead = f"{sizes_text(larger.patch)} with {remedy}" if larger else ""
     draft.decide("patch", patch, reason, instead)
     if remedy and any(length < whole for length, whole in zip(size.patch, extent, strict=True)):
         problem = f"{patch} is smaller than the foreground, {sizes_text(extent)} voxels: no patch shows all of it"
         draft.warnings.append(f"patch: {problem}; give {remedy}")
-    return unused
+    return limit
 
 
 def _decide_batch(draft: Draft, limit: str) -> str:
@@ -403,14 +377,10 @@ def _decide_schedule(draft: Draft, step: Step) -> None:
 def _promise(draft: Draft, step: Step, unused: str) -> None:
     """Add the line of the peak, and what the plan promises of it; `unused`: why more of the budget is not used."""
     kind = "reserved by the allocator" if draft.device == "cuda" else "tensors"
-    sizes = f"a step {mib(step.peak.limited)}, a validation window {mib(step.validation_bytes)} MiB"
+    sizes = f"a step {mib(step.needs.limited)}, a validation window {mib(step.validation_bytes)} MiB"
     reason = f"{sizes} ({kind}, predicted): {percent(step.limited, draft.budget)} of {mib(draft.budget)} MiB"
     if step.limited < LARGE_PART * draft.budget:
         reason += f"; {mib(draft.budget - step.limited)} MiB stay unused: {unused}"
     draft.decide("peak", f"{mib(step.limited)} MiB", reason)
-    draft.promise["device"] = draft.device
-    draft.promise["peak_bytes"] = step.peak.tensors
-    if step.peak.reserved:
-        draft.promise["allocated_bytes"] = step.peak.allocated
-        draft.promise["reserved_bytes"] = step.peak.reserved
+    draft.promise |= {"device": draft.device, "peak_bytes": step.needs.tensors, **step.needs.of_allocator}
     draft.promise["validation_bytes"] = step.validation_bytes

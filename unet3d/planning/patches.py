@@ -1,10 +1,15 @@
-"""Series of patches, the largest first: in the proportions of a data set's volumes, or of what a network takes."""
+"""Series of patches, the largest first: in the proportions of a data set's volumes, or of what a network takes.
+
+`nnunet_plan` is what nnU-Net's own planner chooses (version 2, `3d_fullres`), for comparisons: `like=nnunet`. Its
+network follows `architecture`; what is here is its measure of memory, a count of numbers that convolutions return. That
+count knows neither types nor what a step keeps, so it is used for nothing else.
+"""
 
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from unet3d.model.architecture import Levels, levels_of
+from unet3d.model.architecture import Levels, Spacing, levels_of, median_shape, target_spacing
 from unet3d.model.geometry import Triple
 
 MOST_LEVELS = 7  # Deeper maps of large patches would halve again and again what all of it is seen by already.
@@ -15,6 +20,13 @@ LONGEST = 2048  # Voxels of an axis, as data.patch has it.
 LEAST = 16  # Voxels of an axis of a network's smallest patch.
 CUBE: Triple = (1, 1, 1)
 VOXEL = (1.0, 1.0, 1.0)  # mm
+COUNT = 560_000_000  # numbers that convolutions return for one patch, at most, for each COUNT_GB of target
+COUNT_GB = 8
+FIRST_VOLUME = 256**3  # voxels of the patch that is shrunk
+LEAST_BATCH = 2
+MOST_COVERED = 0.05  # of all voxels of a data set, by one batch
+CONVOLUTIONS = 2  # of a level, on the way down and on the way up
+AXES = (2, 1, 0)  # z, y, x
 Padding = Callable[[Sequence[int]], Triple]  # Returns the least patch of at least a size that a network takes.
 
 
@@ -108,3 +120,85 @@ def padded_to(units: Sequence[int]) -> Padding:
         return x, y, z
 
     return padded
+
+
+class NnunetPlan(NamedTuple):
+    """A plan as nnU-Net makes it. Axes x, y, z."""
+
+    spacing: Spacing  # mm
+    patch: Triple  # voxels
+    batch: int
+    levels: Levels
+    outputs: int  # that nnU-Net counts for the patch
+
+
+def nnunet_plan(
+    shapes: Sequence[Sequence[int]],
+    spacings: Sequence[Sequence[float]],
+    classes: int,
+    gigabytes: float = COUNT_GB,
+    cases: int | None = None,
+) -> NnunetPlan:
+    """Return nnU-Net's plan for cases of these shapes (voxels) and spacings (mm), axes x, y, z.
+
+    `classes` counts the background. `gigabytes` is nnU-Net's target. `cases`: the number of training cases; None: as
+    many as there are shapes. nnU-Net takes shapes after cropping to what is not 0.
+    """
+    target = target_spacing(shapes, spacings)
+    shape = median_shape(shapes, spacings, target)
+    coarsest = max(AXES, key=lambda axis: target[axis])
+    order = sorted(AXES, key=lambda axis: axis != coarsest)  # nnU-Net's: the coarsest first; it decides ties
+    spacing = [target[axis] for axis in order]
+    lengths = [shape[axis] for axis in order]
+    limit = COUNT * gigabytes / COUNT_GB
+    levels, patch = _nnunet_patch(spacing, lengths, classes, limit)
+    count = nnunet_count(patch, levels, classes)
+    voxels = prod(lengths) * (cases or len(shapes))
+    most = round(voxels * MOST_COVERED / prod(patch))
+    batch = max(LEAST_BATCH, min(round(limit / count * LEAST_BATCH), most))
+    levels = Levels(
+        kernels=[_in_place(kernel, order) for kernel in levels.kernels],
+        strides=[_in_place(stride, order) for stride in levels.strides],
+    )
+    return NnunetPlan(target, _in_place(patch, order), batch, levels, count)
+
+
+def _in_place(values: Triple, order: Sequence[int]) -> Triple:
+    """Return values in nnU-Net's order of axes as x, y, z."""
+    x, y, z = (values[order.index(axis)] for axis in range(3))
+    return x, y, z
+
+
+def _nnunet_patch(
+    spacing: Sequence[float], shape: Sequence[float], classes: int, limit: float
+) -> tuple[Levels, Triple]:
+    """Return levels and lengths of the patch that nnU-Net shrinks until its count is within the limit."""
+    scale = (FIRST_VOLUME * prod(spacing)) ** (1 / 3)
+    lengths = [min(round(scale / mm), length) for mm, length in zip(spacing, shape, strict=True)]
+    levels = levels_of(spacing, lengths)
+    patch = levels.padded(lengths)
+    while nnunet_count(patch, levels, classes) > limit:
+        longest = max(range(3), key=lambda axis: (patch[axis] / shape[axis], axis))
+        lengths = list(patch)
+        lengths[longest] -= levels.units[longest]
+        unit = levels_of(spacing, lengths).units[longest]  # a shorter axis may be halved less often
+        lengths[longest] = patch[longest] - unit
+        levels = levels_of(spacing, lengths)
+        patch = levels.padded(lengths)
+    return levels, patch
+
+
+def nnunet_count(patch: Sequence[int], levels: Levels, classes: int) -> int:
+    """Return how many numbers the convolutions of nnU-Net's network return for one patch, as its planner counts them.
+
+    Of its outputs only that at full resolution counts.
+    """
+    size = list(patch)
+    count = classes * prod(size)
+    for level, width in enumerate(levels.features):
+        if level:
+            size = [length // stride for length, stride in zip(size, levels.strides[level - 1], strict=True)]
+        is_deepest = level == len(levels.strides)
+        convolutions = CONVOLUTIONS if is_deepest else 2 * CONVOLUTIONS + 1  # down, up and transposed
+        count += convolutions * width * prod(size)
+    return count

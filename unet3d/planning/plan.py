@@ -15,9 +15,8 @@ from unet3d.model.architecture import COARSE, FINER_PERCENTILE, median_shape, ta
 from unet3d.planning.draft import Draft, changed, sizes_text
 from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.for_budget import choose_precision, choose_step
-from unet3d.planning.nnunet import nnunet_plan
-from unet3d.planning.patches import plain_sizes
-from unet3d.planning.timing import choose_steps
+from unet3d.planning.patches import nnunet_plan, plain_sizes
+from unet3d.planning.timing import choose_rate, choose_steps
 
 ACTIVATION = "leaky_relu"
 SPACING_VARIATION = 1.1  # Ratio of the spacings of cases from which on they are resampled.
@@ -47,6 +46,7 @@ def make_plan(
     choose_precision(draft)
     choose_step(draft)
     choose_steps(draft)
+    choose_rate(draft)
     return draft
 
 

@@ -13,9 +13,9 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.peak import Peak
 from unet3d.memory.prediction import smallest_validation
+from unet3d.memory.remedies import Candidate, refuse_step
 from unet3d.memory.simulate import fake_model, memoized
-from unet3d.memory.technique import choose_technique, step_peak
-from unet3d.memory.variants import PASSES, refuse_step
+from unet3d.memory.technique import step_peak
 from unet3d.model.geometry import Triple
 from unet3d.training import optim
 
@@ -37,23 +37,22 @@ class Step(NamedTuple):
     """A run's step and validation, predicted."""
 
     config: Config
-    peak: Peak
+    needs: Peak  # of the step
     validation_bytes: int
     work: float  # Multiplications that are done twice, as a share of a step's.
 
     @property
     def limited(self) -> int:
         """Return the bytes that a budget limits: of the step or of validation, whichever needs more."""
-        return max(self.peak.limited, self.validation_bytes)
+        return max(self.needs.limited, self.validation_bytes)
 
 
 @memoized
 def predicted_step(config: Config) -> Step:
     """Return the prediction of a run as its config says, in one simulation or, with recompute, a few."""
-    technique = choose_technique(config, config.model)
-    peak = step_peak(config, config.model, technique)
-    validation = smallest_validation(config, config.model, technique, peak.tensors, _optimizer_bytes(config))
-    return Step(config, peak, validation.bytes, technique.forward_recompute_fraction / PASSES)
+    found = Candidate(config, config.model)
+    validation = smallest_validation(found, _optimizer_bytes(config))
+    return Step(config, found.step, validation.bytes, found.repeated)
 
 
 def _parameters(config: Config) -> list[int]:
@@ -102,7 +101,7 @@ class Search:
         self.measure = measure
         self.peaks: dict[tuple[Schedule, Triple, int | None], Peak] = {}
 
-    def peak(self, schedule: Schedule, patch: Triple, budget: int) -> Peak:
+    def needs(self, schedule: Schedule, patch: Triple, budget: int) -> Peak:
         """Return what a step needs. The budget (bytes) counts for `recompute=auto`. Raises UserError."""
         amp, recompute = schedule
         limit = budget if recompute == "auto" else None
@@ -121,7 +120,7 @@ class Search:
         """
 
         def measure(patch: Triple) -> int:
-            return self.peak(schedule, patch, budget).limited
+            return self.needs(schedule, patch, budget).limited
 
         def guess(patch: Triple) -> float:
             known = {prod(other): peak.limited for (way, other, _), peak in self.peaks.items() if way == schedule}

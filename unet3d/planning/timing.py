@@ -101,13 +101,12 @@ def measured_step(config: Config) -> float:
 
 
 def choose_steps(draft: Draft) -> None:
-    """Choose steps, learning rate and validations from a step that is measured here, if its device is."""
+    """Choose steps and validations from a step that is measured here, if its device is."""
     if not is_here(draft.config):
         _set_steps(draft, DEFAULT_STEPS)
         reason = "the default: how long a step takes is unknown, since this machine has no such device"
         instead = "python -m unet3d plan ... time=8h, on the machine itself"
         draft.decide("steps", f"{draft.config.steps:,}", reason, instead)
-        _choose_rate(draft)
         return
     seconds, basis = _step_time(draft.config)
     each = f"{seconds:.3g} s each ({basis})"
@@ -128,7 +127,6 @@ def choose_steps(draft: Draft) -> None:
     draft.decide("steps", f"{steps:,}", f"{reason}: {duration(total)} in all (predicted)")
     if draft.seconds is not None and steps < FEW and not draft.is_given("steps"):
         draft.warnings.append(f"steps: {steps} in {duration(draft.seconds)} are few to learn from; give more time")
-    _choose_rate(draft)
 
 
 def _mirrored_validation(draft: Draft, seconds: float) -> float:
@@ -151,7 +149,7 @@ def _set_steps(draft: Draft, steps: int) -> None:
     draft.set("eval_every", ceil(draft.config.steps / VALIDATIONS))
 
 
-def _choose_rate(draft: Draft) -> None:
+def choose_rate(draft: Draft) -> None:
     """Choose the learning rate of AdamW's one cycle by the number of steps."""
     if draft.is_given("optim.lr", "optim.name", "optim.schedule"):
         draft.decide("learning rate", f"{draft.config.optim.lr:g}", "as given")
@@ -171,11 +169,9 @@ def _validation_seconds(draft: Draft, step_seconds: float) -> float:
     config = draft.config
     patch = config.data.patch
     of_window = FORWARD * step_seconds / (config.batch * config.accumulate)
+    stride = [max(1.0, (1 - config.inference.overlap) * size) for size in patch]
     windows = 0
-    spacing = draft.spacing
     for shape, stored in draft.fingerprint.held_out:
-        lengths = [round(n * mm / wanted) for n, mm, wanted in zip(shape, stored, spacing, strict=True)]
-        stride = [max(1.0, (1 - config.inference.overlap) * size) for size in patch]
-        counts = [1 + ceil(max(0, n - p) / s) for n, p, s in zip(lengths, patch, stride, strict=True)]
-        windows += prod(counts)
+        lengths = [round(n * mm / wanted) for n, mm, wanted in zip(shape, stored, draft.spacing, strict=True)]
+        windows += prod(1 + ceil(max(0, n - p) / s) for n, p, s in zip(lengths, patch, stride, strict=True))
     return windows * of_window

@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from unet3d.base import signals
@@ -181,13 +182,8 @@ class Front:
         for other_peak, other_work in self.points:
             if other_peak <= peak and other_work <= work:
                 return
-        points = {}
-        for point, other in self.points.items():
-            other_peak, other_work = point
-            if other_peak < peak or other_work < work:
-                points[point] = other
-        points[peak, work] = tuple(table)
-        self.points = points
+        kept = {point: other for point, other in self.points.items() if point[0] < peak or point[1] < work}
+        self.points = {**kept, (peak, work): tuple(table)}
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules, from the most bytes to the least."""
@@ -213,34 +209,25 @@ def front(sizes: Sizes) -> list[Schedule]:
         signals.raise_again()
         least = _improve(best, _least_within(best, limit), limit, tries // ROUNDS, draw)
         other = _improve(best, _elsewhere(best, limit), limit, tries // ROUNDS, draw)
-        _improve(best, min(least, other, key=_scored).table, limit, tries // ROUNDS, draw)
+        _improve(best, min(least, other, key=attrgetter("score")).table, limit, tries // ROUNDS, draw)
     return best.schedules()
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:
     """Yield tables in which maps stay that are small and much work, and tables of maps that are small or much work."""
     stages = sizes.count + 1
-    every_map = mask_of(range(sizes.count))
-    yield [every_map for _ in range(stages)]
+    maps = range(sizes.count)
     largest = max(sizes.bytes)
+    small = [mask_of(index for index in maps if sizes.bytes[index] <= share * largest) for share in SHARES]
+    yield [mask_of(maps)] * stages
     for least_work in (0.0, 1e-9, 0.01, 0.05):
-        for share in SHARES:
-            stays = []
-            for index in range(sizes.count):
-                is_small = sizes.bytes[index] <= share * largest
-                if is_small and sizes.work[index] >= least_work:
-                    stays.append(index)
-            mask = mask_of(stays)
-            yield [mask for _ in range(stages)]
-    for most_work in (1e-9, 0.002, 0.01, 0.05):
-        for share in SHARES:
-            stays = []
-            for index in range(sizes.count):
-                is_small = sizes.bytes[index] <= share * largest
-                if is_small or sizes.work[index] >= most_work:
-                    stays.append(index)
-            mask = mask_of(stays)
-            yield [mask for _ in range(stages)]
+        much_work = mask_of(index for index in maps if sizes.work[index] >= least_work)
+        for are_small in small:
+            yield [are_small & much_work] * stages
+    for least_work in (1e-9, 0.002, 0.01, 0.05):
+        much_work = mask_of(index for index in maps if sizes.work[index] >= least_work)
+        for are_small in small:
+            yield [are_small | much_work] * stages
 
 
 def _elsewhere(best: Front, limit: float) -> Packed:
@@ -262,10 +249,6 @@ class _Scored(NamedTuple):
 
     score: float
     table: Packed
-
-
-def _scored(scored: _Scored) -> float:
-    return scored.score
 
 
 def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.Random) -> _Scored:

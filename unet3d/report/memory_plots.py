@@ -39,7 +39,7 @@ BAND_COLOURS = ("#F2F2F2", "#FFFFFF")
 
 def write_ledger_files(ledger: "Ledger", folder: Path) -> None:
     """Write memory/snapshot.pickle of all steps for PyTorch's viewer, and a figure of the last."""
-    from unet3d.memory import breakdown, export  # here, since a report is written without torch
+    from unet3d.memory import breakdown  # here, since a report is written without torch
 
     start, rows = breakdown.timeline_rows(ledger)
     if not rows:  # no step was completed
@@ -47,7 +47,7 @@ def write_ledger_files(ledger: "Ledger", folder: Path) -> None:
     files = folder / "memory"
     files.mkdir(parents=True, exist_ok=True)
     (folder / "figures").mkdir(exist_ok=True)
-    export.write_snapshot(ledger, files / "snapshot.pickle")
+    breakdown.write_snapshot(ledger, files / "snapshot.pickle")
     timeline_plot(start, rows, folder / "figures" / "memory_timeline.png")
 
 
