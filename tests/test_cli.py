@@ -75,7 +75,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.run.publish.publish": ("publish", "net.pt", "-o", "out.pt"),
     "unet3d.run.publish.score": ("score", "net.pt", "seed=1", "-o", "out"),
     "unet3d.cli.memory_of_config.print_explanation": ("memory",),
-    "unet3d.cli.memory_of_several.print_fit": ("memory", "fit", "budget=1GiB"),
+    "unet3d.cli.memory_answers.print_fit": ("memory", "fit", "budget=1GiB"),
     "unet3d.report.report.write_report": ("report", "."),
     "unet3d.report.compare.compare_runs": ("compare", "."),
     "unet3d.data.cases.dataset_to_check": ("check-data",),
@@ -625,7 +625,7 @@ def test_what_memory_prints_cannot_command_a_terminal(
 ) -> None:
     """Nor do the legends of its pictures: a letter without a shape is a warning, which names it."""
     for name in ("BATCHES", "SCALES", "SIZES"):
-        monkeypatch.setattr(f"unet3d.cli.memory_of_several.{name}", (1,))
+        monkeypatch.setattr(f"unet3d.cli.memory_answers.{name}", (1,))
     project, out = f"wandb.project='a{CODES}'", tmp_path / f"out{CODES}{FOREIGN}"
     for words in (
         [f"{project},'b{FOREIGN}'", "-o", out],

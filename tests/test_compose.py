@@ -225,7 +225,7 @@ def named(value: object) -> str | None:
 
 @promise("Config", "options at odds; an ...")
 @pytest.mark.parametrize(("overrides", "words"), IDLE.items(), ids=named)
-@without("unet3d.config.rules.options_with", none, only="data.folds=10")
+@without("unet3d.config.rules._idle", none, only="data.folds=10")
 def test_an_option_that_does_nothing_is_one_warning(overrides: tuple[str, ...], words: list[str]) -> None:
     (line,) = rules.warnings(read(overrides))
     assert "\n" not in line and not missing(line, words), line

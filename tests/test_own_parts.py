@@ -234,7 +234,7 @@ def test_what_fits_it_and_its_curves_are_found(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("BATCHES", "SIZES"):
-        monkeypatch.setattr(f"unet3d.cli.memory_of_several.{name}", (1, 2))
+        monkeypatch.setattr(f"unet3d.cli.memory_answers.{name}", (1, 2))
     assert face("memory", *TINY, *PLAIN, NETWORK, "--curves", "-o", tmp_path) == 0
     assert (tmp_path / "curves.csv").read_text().count("\n") == 5
     assert face("memory", "fit", *TINY, *PLAIN, NETWORK, "budget=1GiB") == 0

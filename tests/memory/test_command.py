@@ -143,7 +143,7 @@ def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
 def test_fit_says_which_combinations_it_does_not_try(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unet3d.cli.memory_of_several.remedies.find_fit", lambda asked, limit: ([asked], asked))
+    monkeypatch.setattr("unet3d.cli.memory_answers.remedies.find_fit", lambda asked, limit: ([asked], asked))
     net = ("model=unet_tiny", "model.features=[4]", *NET, *PLAIN)
     assert memory("fit", *net, "channels_last=true", "budget=1GiB") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not tried: ")]
@@ -154,7 +154,7 @@ def test_fit_says_which_combinations_it_does_not_try(
 @pytest.mark.slow
 def test_peaks_against_batch_width_and_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for values, few in (("BATCHES", (1, 2)), ("SCALES", (0.5, 1, 2)), ("SIZES", (0.5, 1))):
-        monkeypatch.setattr(f"unet3d.cli.memory_of_several.{values}", few)
+        monkeypatch.setattr(f"unet3d.cli.memory_answers.{values}", few)
     net = ["model=unet_tiny", "model.features=[4,8]", "model.decoder=[4]", *NET, *PLAIN]
     assert memory(*net, "model.activation=relu,silu", "--curves", "-o", tmp_path) == 0
     with (tmp_path / "curves.csv").open() as file:

@@ -1,5 +1,5 @@
 """The command line. In reading order:
 
 main (all commands), commands (the short ones, and the help), predict, plan_command; memory, memory_of_config,
-memory_of_several, memory_of_module. train (main and `unet3d.train`), sweep, lifecycle.
+memory_answers. train (main and `unet3d.train`), sweep, lifecycle.
 """

@@ -43,14 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_all(jobs)
     if arguments.below is not None:
         return _check(arguments, jobs[0])
-    from unet3d.cli import memory_of_config, memory_of_several
+    from unet3d.cli import memory_answers, memory_of_config
 
     if is_fit:
-        memory_of_several.print_fit(jobs[0])
+        memory_answers.print_fit(jobs[0])
     elif arguments.curves:
-        memory_of_several.print_curves(jobs, arguments.half, arguments.out)
+        memory_answers.print_curves(jobs, arguments.half, arguments.out)
     elif len(jobs) > 1:
-        memory_of_several.print_peaks(jobs, arguments.half, arguments.out)
+        memory_answers.print_peaks(jobs, arguments.half, arguments.out)
     else:
         memory_of_config.print_explanation(jobs[0], arguments.half, arguments.out, arguments.depth)
     return 0
@@ -102,10 +102,10 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = compose.compose(overrides)
     if config.budget is not None and config.recompute != "auto":
         raise UserError("--below is the limit; remove budget=, or add recompute=auto")
-    from unet3d.cli import memory_of_config, memory_of_module
+    from unet3d.cli import memory_answers, memory_of_config
 
     predict = partial(memory_of_config.estimated, overrides, arguments.half)
-    return memory_of_module.print_check(predict, config, arguments)
+    return memory_answers.print_check(predict, config, arguments)
 
 
 def _explain_module(arguments: argparse.Namespace, jobs: Sequence[Sequence[str]]) -> int:
@@ -120,13 +120,13 @@ def _explain_module(arguments: argparse.Namespace, jobs: Sequence[Sequence[str]]
         raise UserError(f"--input {arguments.input}: {example}")
     shape = [int(size) for size in arguments.input.split("x")]
     keywords = network_keywords(arguments.args)
-    from unet3d.cli.memory_of_module import OwnNetwork, print_check, print_module, print_peaks
+    from unet3d.cli.memory_answers import OwnNetwork, print_check, print_module, print_peaks_of
 
     make = partial(OwnNetwork, arguments.module, keywords)
     if arguments.below is not None:
         return print_check(lambda: make().predict(shape, configs[0]), configs[0], arguments)
     if len(jobs) > 1:
-        print_peaks(make(), shape, jobs, configs)
+        print_peaks_of(make(), shape, jobs, configs)
     else:
         print_module(make(), shape, configs[0], arguments)
     return 0

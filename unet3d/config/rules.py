@@ -4,7 +4,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.config.data_rules import check_classes_of_new_run, check_data
 from unet3d.config.model_rules import check_model, check_outputs, check_patch
-from unet3d.config.schema import FACTS, GENERATED, LOSSES, Config, Model, options, options_with
+from unet3d.config.schema import FACTS, GENERATED, LOSSES, Config, Model, names_classes, options, options_with
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
@@ -79,16 +79,40 @@ def warnings(config: Config) -> list[str]:
     given = {name: value for name, value, _ in options(config) if value != FACTS[name]["default"]}
     counted = replace(config, model=effective_model(config.model))
     lines = {}
-    for name, reasons in options_with("idle").items():
-        for reason, is_idle in reasons.items():
-            if name in given and is_idle(counted):
-                lines[name] = f"{name}={given[name]} does nothing {reason}"
+    for name, reason, is_idle in _idle(counted):
+        if name in given and is_idle:
+            lines[name] = f"{name}={given[name]} does nothing {reason}"
     of_any_network = options_with("any_network")
     of_the_unet = [name for name in given if name.startswith("model.") and name not in of_any_network]
     if config.model.path and of_the_unet:
         names = ", ".join(of_the_unet)
         lines["model"] = f"{names}: does nothing beside model.path, which is called with channels and classes"
     return list(lines.values())
+
+
+def _idle(config: Config) -> Iterator[tuple[str, str, bool]]:
+    """Yield options with what each does nothing beside, and whether that is so."""
+    model = config.model
+    data = config.data
+    has_no_fold = data.fold is None and not any("data.fold=" in word for word in config.sweep or [])
+    is_named = names_classes(data) and data.label_map is None
+    has_no_entropy = config.loss.path is None and not LOSSES[config.loss.name].get("ce")
+    yield "model.inplace", "for this model.activation", model.activation not in ("relu", "leaky_relu")
+    yield "model.residual", "beside model.blocks, which are residual", model.blocks is not None
+    yield "data.classes", "for this data.format: dataset.json names the classes", is_named
+    yield "data.cache_root", "without data.cache=disk", data.cache != "disk"
+    yield "data.val_fraction", "beside data.fold or data.split", data.fold is not None or data.split is not None
+    for name in ("data.val_fraction", "data.groups"):
+        yield name, "with data.semi=true, which holds no case out", data.semi
+    yield "data.folds", "without data.fold", has_no_fold
+    yield "data.scored", "without data.semi=true", not data.semi
+    yield "data.scored", "beside data.sparse_fold, which scores that part", data.sparse_fold is not None
+    yield "data.sparse_folds", "without data.sparse_fold", data.sparse_fold is None
+    yield "loss.name", "beside loss.path", config.loss.path is not None
+    yield "loss.weights", "for a loss without cross-entropy", has_no_entropy
+    yield "optim.init_names", "without optim.init_lr", config.optim.init_lr == 1
+    yield "inference.overlap", "for model.padding=valid, whose tiles do not overlap", model.padding == "valid"
+    yield "inference.mirror", "with data.augment.mirror=[]", not data.augment.mirror
 
 
 def _check_place(config: Config) -> None:

@@ -1,7 +1,7 @@
 """Every option of a run: its type, range and meaning. This is Hydra's schema; rules.py checks several together."""
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -12,9 +12,6 @@ from unet3d.base.types import Regions
 PLANS = ("none", "lean", "tiles", "auto")  # of recompute
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
 INTENSITIES = ("auto", "zscore", "ct", "none")
-
-
-HOLDS_NO_CASE_OUT = "with data.semi=true, which holds no case out"
 
 
 def _decorated(path: Path, decorator: str) -> dict[str, dict[str, Any]]:
@@ -52,7 +49,6 @@ class Facts(TypedDict, total=False):
     kind: str  # the type in words, of a value of several types, which has a rule of its own
     example: str  # of a map
     letters: int  # at most, of a name that wandb accepts
-    idle: Mapping[str, Callable[["Config"], bool]]  # why it does nothing beside the others, and when
     imports: tuple[str, ...]  # names code, which is called with these
     learned: str  # a checkpoint says how "files" are read, what "labels" are, or what goes "with labels"
 
@@ -113,19 +109,9 @@ def option(default: Any, about: str, words: str = "", **facts: Unpack[Facts]) ->
     return field(default=default, metadata=metadata)
 
 
-def _has_no_fold(config: "Config") -> bool:
-    """Return whether neither the run nor a sweep of it names a fold."""
-    return config.data.fold is None and not any("data.fold=" in word for word in config.sweep or [])
-
-
 def names_classes(data: "Data") -> bool:
     """Return whether files of this layout name the classes, so that data.classes need not."""
     return bool(LAYOUTS.get(data.format, {}).get("names_classes", True))
-
-
-def _has_class_names(config: "Config") -> bool:
-    """Return whether the data set's file names the classes."""
-    return names_classes(config.data) and config.data.label_map is None
 
 
 def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -215,21 +201,12 @@ class Model:
     groups: int = option(8, "groups of norm=group", ">=1")
     activation: str = option("relu", "swish: x*sigmoid(x); swish_lean: keeps only x for backward", among=ACTIVATIONS)
     negative_slope: float = option(0.01, "slope of leaky_relu below zero", ">=0 <=1")
-    inplace: bool = option(
-        False,
-        "activation in place (relu, leaky_relu)",
-        "speed",
-        idle={"for this model.activation": lambda c: c.model.activation not in ("relu", "leaky_relu")},
-    )
+    inplace: bool = option(False, "activation in place (relu, leaky_relu)", "speed")
     downsampling: str = option("max_pool", "between levels", "max_pool|strided_conv")
     upsampling: str = option("transposed", "between levels", "transposed|trilinear|nearest")
     up_reduce: bool = option(True, "reduce channels to the skip's while upsampling (1x1x1 convolution if interpolated)")
     up_bias: bool = option(True, "bias of the upsampling convolution")
-    residual: bool = option(
-        False,
-        "blocks add their input (1x1x1 projection where channels or stride change)",
-        idle={"beside model.blocks, which are residual": lambda c: c.model.blocks is not None},
-    )
+    residual: bool = option(False, "blocks add their input (1x1x1 projection where channels or stride change)")
     dropout: float = option(0.0, "probability to drop a whole channel after an activation in a block", ">=0 <=0.95")
     deep_supervision: bool = option(False, "a head and a loss at every decoder level")
 
@@ -282,10 +259,7 @@ class Data:
     images: str = option("images", "folders: sub-folder of the images", "private place")
     labels: str = option("labels", "folders: sub-folder of the label maps", "private place")
     classes: list[str] | None = option(
-        None,
-        "folders, or with label_map: class names, background first",
-        learned="labels",
-        idle={"for this data.format: dataset.json names the classes": _has_class_names},
+        None, "folders, or with label_map: class names, background first", learned="labels"
     )
     label_map: Any = option(
         None,
@@ -330,7 +304,6 @@ class Data:
         None,
         "folder of cache=disk; null: unet3d in $XDG_CACHE_HOME, or in ~/.cache",
         "-same -fixed -kept read private place",
-        idle={"without data.cache=disk": lambda c: c.data.cache != "disk"},
     )
     fingerprint: str = option(
         "sample", "what resume compares of each file; full: all bytes", "-same -fixed course sample|full"
@@ -346,16 +319,8 @@ class Data:
     intensity: str = option(
         "auto", "auto: CT channels as ct, others zscore; data=folders: say ct", "-same", among=INTENSITIES
     )
-    val_fraction: float = option(
-        0.2,
-        "share of the cases held out",
-        ">=0.01 <=0.9",
-        idle={
-            "beside data.fold or data.split": lambda c: c.data.fold is not None or c.data.split is not None,
-            HOLDS_NO_CASE_OUT: lambda c: c.data.semi,
-        },
-    )
-    folds: int = option(5, "folds of the cross-validation", ">=2 <=100", idle={"without data.fold": _has_no_fold})
+    val_fraction: float = option(0.2, "share of the cases held out", ">=0.01 <=0.9")
+    folds: int = option(5, "folds of the cross-validation", ">=2 <=100")
     fold: int | None = option(None, "which fold is held out; null: val_fraction instead", ">=0")
     split: str | None = option(
         None,
@@ -367,27 +332,13 @@ class Data:
         "cases that stay together, as scans of one patient: a CSV file case,group, a JSON file {case: "
         "group}, or a regular expression for that part of a case's name; null: each for itself",
         "-fixed -kept read private",
-        idle={HOLDS_NO_CASE_OUT: lambda c: c.data.semi},
     )
     sparse: list[int] | None = option(
         None, "number of annotated slices across x, y and z; null: every voxel is annotated", ">=0 x3"
     )
     semi: bool = option(False, "with sparse: learn from these slices of every case, score others of the same cases")
-    scored: list[int] = option(
-        [4, 4, 4],
-        "semi: slices scored, across x, y, z",
-        ">=0 x3",
-        idle={
-            "without data.semi=true": lambda c: not c.data.semi,
-            "beside data.sparse_fold, which scores that part": lambda c: c.data.sparse_fold is not None,
-        },
-    )
-    sparse_folds: int = option(
-        3,
-        "semi: folds of the annotated slices; all but one are learned from",
-        ">=2",
-        idle={"without data.sparse_fold": lambda c: c.data.sparse_fold is None},
-    )
+    scored: list[int] = option([4, 4, 4], "semi: slices scored, across x, y, z", ">=0 x3")
+    sparse_folds: int = option(3, "semi: folds of the annotated slices; all but one are learned from", ">=2")
     sparse_fold: int | None = option(None, "semi: which of these folds is scored; null: the slices of scored", ">=0")
     foreground: float = option(
         0.33, "share of patches centred on a voxel of a random foreground class", "-same >=0 <=1"
@@ -415,10 +366,7 @@ class Loss:
     """The loss, computed in float32."""
 
     name: str = option(
-        "dice_ce",
-        "cross-entropy, soft Dice, their sum, or another of training/losses.py",
-        among=tuple(LOSSES),
-        idle={"beside loss.path": lambda c: c.loss.path is not None},
+        "dice_ce", "cross-entropy, soft Dice, their sum, or another of training/losses.py", among=tuple(LOSSES)
     )
     path: str | None = option(
         None,
@@ -426,12 +374,7 @@ class Loss:
         "-kept",
         imports=("logits", "label", "options"),
     )
-    weights: list[float] | None = option(
-        None,
-        "one weight per class for the cross-entropy",
-        ">=0",
-        idle={"for a loss without cross-entropy": lambda c: c.loss.path is None and not LOSSES[c.loss.name].get("ce")},
-    )
+    weights: list[float] | None = option(None, "one weight per class for the cross-entropy", ">=0")
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
 
 
@@ -449,10 +392,7 @@ class Optim:
     clip: float | None = option(12.0, "largest gradient norm; null: no clipping", ">=1e-6")
     init_lr: float = option(1.0, "factor on the rate of what init loaded; 0: it is frozen", "fixed >=0 <=100")
     init_names: list[str] | None = option(
-        None,
-        "what init_lr is for, as [inc,down1]; null: all that init loaded",
-        "fixed",
-        idle={"without optim.init_lr": lambda c: c.optim.init_lr == 1},
+        None, "what init_lr is for, as [inc,down1]; null: all that init loaded", "fixed"
     )
     fused: bool = option(False, "one kernel updates all weights; changes rounding", "switch speed")
     average: float | None = option(
@@ -466,17 +406,9 @@ class Optim:
 class Inference:
     """The sliding window."""
 
-    overlap: float = option(
-        0.5,
-        "overlap of neighbouring windows, as a share of the window",
-        "sees >=0 <=0.9",
-        idle={"for model.padding=valid, whose tiles do not overlap": lambda c: c.model.padding == "valid"},
-    )
+    overlap: float = option(0.5, "overlap of neighbouring windows, as a share of the window", "sees >=0 <=0.9")
     mirror: bool = option(
-        False,
-        "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes",
-        "sees",
-        idle={"with data.augment.mirror=[]": lambda c: not c.data.augment.mirror},
+        False, "average over the mirrorings of data.augment.mirror: 8 times the cost for three axes", "sees"
     )
     batch: Any = option(
         "auto",
