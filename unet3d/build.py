@@ -5,6 +5,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,9 @@ from unet3d.training.policy import MemoryPolicy, amp_dtype
 
 
 def import_object(name: str, path: str) -> Callable[..., Any]:
-    """Return the callable `package.module:attribute` of the option `name`. Raises UserError.
+    """Return the callable `package.module:attribute` of the option `name`.
+
+    Raises UserError, also where it does not take what it will be called with.
 
     Searched as for a program that is started in the current folder.
     """
@@ -46,24 +49,17 @@ def import_object(name: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{name}={path}: {module_name} has no {attribute}") from error
     if not callable(part):
         raise UserError(f"{name}={path}: {attribute} cannot be called")
-    _refuse_signature(name, path, part)
-    return part  # type: ignore[no-any-return]
-
-
-def _refuse_signature(name: str, path: str, part: Callable[..., Any]) -> None:
-    """Raise UserError for a part that does not take what it will be called with."""
     arguments = options_with("imports").get({"--model": "model.path"}.get(name, name))
-    if arguments is None:
-        return
-    try:
+    signature = None
+    with suppress(TypeError, ValueError):  # of what is not written in Python
         signature = inspect.signature(part)
-    except (TypeError, ValueError):  # of what is not written in Python
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        called = f"{path.partition(':')[2]}({', '.join(arguments)})"
-        raise UserError(f"{name}={path}: is called as {called}, which it does not accept ({error})") from error
+    if arguments is not None and signature is not None:
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            called = f"{attribute}({', '.join(arguments)})"
+            raise UserError(f"{name}={path}: is called as {called}, which it does not accept ({error})") from error
+    return part  # type: ignore[no-any-return]
 
 
 def import_all(config: Config) -> dict[str, list[Callable[..., Any]]]:

@@ -12,7 +12,7 @@ from graphs import RandomNetwork
 from torch.utils._pytree import tree_leaves
 
 from unet3d.base.errors import UserError, reason
-from unet3d.config.model_rules import check_model, check_outputs, check_patch
+from unet3d.config.rules import check_model, check_outputs, check_patch
 from unet3d.config.schema import Config, Model
 from unet3d.model.geometry import valid_length
 from unet3d.model.unet import UNet3D

@@ -106,7 +106,13 @@ def parse(words: Sequence[str]) -> Arguments:
     if flags.shell_completion or flags.hydra_help:
         return Arguments([], only_shows=True)
     for override in flags.overrides:
-        _refuse_override(override)
+        name, _, value = override.partition("=")
+        if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it once more
+            raise UserError(f"{override}: a run keeps what it was given; let the shell replace it: data.root=$PLACE/a")
+        if name in FOLDERS and not value.strip("'\" "):
+            raise UserError(f"{override}: is empty; give {name}=FOLDER, or leave it out")
+        if override.startswith("~") and (compose.config_folder() / name[1:]).is_dir():
+            raise UserError(f"{override}: cannot be removed; leave it out, or choose another")
     for name in ("config_name", "config_path", "experimental_rerun"):
         if getattr(flags, name):
             flag = f"--{name.replace('_', '-')}"
@@ -121,17 +127,6 @@ def parse(words: Sequence[str]) -> Arguments:
 def _refuse_flag(message: str) -> NoReturn:
     """Raise UserError in place of argparse's error, which prints every flag of Hydra."""
     raise UserError(f"{message}; options are written without dashes: batch=4")
-
-
-def _refuse_override(override: str) -> None:
-    """Raise UserError for an override that Hydra takes and a run does not."""
-    name, _, value = override.partition("=")
-    if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it once more
-        raise UserError(f"{override}: a run keeps what it was given; let the shell replace it: data.root=$PLACE/a")
-    if name in FOLDERS and not value.strip("'\" "):
-        raise UserError(f"{override}: is empty; give {name}=FOLDER, or leave it out")
-    if override.startswith("~") and (compose.config_folder() / name[1:]).is_dir():
-        raise UserError(f"{override}: cannot be removed; leave it out, or choose another")
 
 
 def plan(arguments: Arguments) -> list[sweep.Job]:
@@ -153,14 +148,22 @@ def plan(arguments: Arguments) -> list[sweep.Job]:
 
 
 def _planned(composed: Composed) -> sweep.Job:
-    """Return the run of a command line. Raises UserError before anything is touched."""
+    """Return the run of a command line; with `resume=auto` it begins, or goes on, in the folder that is named.
+
+    Raises UserError before anything is touched.
+    """
     for word in composed.overrides:
         if word.startswith("hydra") and not word.startswith(HYDRA_OPTIONS):
             warn(f"{word}: does nothing for a run, which is not Hydra's to start")
     options = composed.options
     resume = options.get("resume")
     if resume == "auto":
-        place = _folder_to_go_on_in(composed.overrides)
+        named = [
+            str(word.value()) for word in compose.parsed(composed.overrides) if word.key_or_group == "hydra.run.dir"
+        ]
+        if not named or "${" in named[-1]:
+            raise UserError("resume=auto: goes on in a folder, or begins there; name it: hydra.run.dir=runs/a")
+        place = Path(named[-1])
         resume = str(place) if lifecycle.checkpoints(place) else None
     if resume is None:
         options.resume = None
@@ -172,14 +175,6 @@ def _planned(composed: Composed) -> sweep.Job:
     if config.dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; remove one of them")
     return sweep.Job(composed, config, folder.resolve())
-
-
-def _folder_to_go_on_in(overrides: Sequence[str]) -> Path:
-    """Return the folder that a command line with `resume=auto` names. Raises UserError where it names none."""
-    named = [str(word.value()) for word in compose.parsed(overrides) if word.key_or_group == "hydra.run.dir"]
-    if not named or "${" in named[-1]:
-        raise UserError("resume=auto: goes on in a folder, or begins there; name it: hydra.run.dir=runs/a")
-    return Path(named[-1])
 
 
 def resumed_config(folder: Path, composed: Composed) -> Config:
