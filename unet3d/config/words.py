@@ -19,19 +19,14 @@ KEYS = "data.regions"  # a map whose keys are text
 CACHE = "data.cache"  # which takes true and false, since `off` is false for YAML
 OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.name")
 LAUNCHER = "hydra.launcher."  # options of whatever launcher: most are text, and quotes change no number
-# A value in Hydra's grammar: signs, texts in quotes, words in which a sign stands behind a backslash, white space.
-PART = re.compile(
-    r"""(?P<sign>[][(){},:=])|(?P<quoted>(['"])(?:(?:\\\\)*|.*?[^\\](?:\\\\)*)\3)"""
-    r"""|(?P<word>(?:\$\{[^}]+\}|\\[][(){}:=, \t\\]|[\w/+.$%*@?|\\-])+)|[ \t]+""",
-    re.ASCII,
-)
-KEY = re.compile(r"[\w+/.@:$-]+", re.ASCII)
 WHOLE = r"(0|[1-9](_?\d)*)"
 POINT = rf"({WHOLE}\.|{WHOLE}?\.\d(_?\d)*)"
-READ = re.compile(
-    rf"[+-]?({WHOLE}|{POINT}|({WHOLE}|{POINT})e[+-]?\d(_?\d)*|inf|nan)|true|false", re.ASCII | re.IGNORECASE
-)
-ANY_OF = {"[", "choice", "shuffle", "sort", "str", "tag"}  # what words may stand in; those of a range are numbers
+READ = rf"(?i:[+-]?({WHOLE}|{POINT}|({WHOLE}|{POINT})e[+-]?\d(_?\d)*|inf|nan)|true|false)"  # as no text
+# In Hydra's grammar, what is no word of a value: texts in quotes, what ${...} stands for, signs behind a backslash.
+OTHER = r"""(['"])(?:(?:\\\\)*|.*?[^\\](?:\\\\)*)\1|\$\{[^}]+\}|\\."""
+ITEM = re.compile(rf"{OTHER}|(?P<before>(?:^|[,(\[])[ \t]*)(?P<word>{READ}|(?i:null))(?=[ \t]*(?:[,)\]]|$))", re.ASCII)
+KEY_OF_MAP = re.compile(rf"{OTHER}|[{{,][ \t]*(?P<word>{READ}|(?i:null))[ \t]*:", re.ASCII)
+ANY_OF = {"choice", "shuffle", "sort", "str", "tag"}  # functions of any words; those of a range are numbers
 MAY_BE_READ = re.compile(r"\d|true|false|null|inf|nan", re.IGNORECASE)
 
 
@@ -51,33 +46,25 @@ def as_written(override: str) -> str:
     is_of_words = is_choice or _is_text(name) or name == KEYS
     if override.startswith(("-", "~")) or not is_of_words or not MAY_BE_READ.search(value):
         return override
-    every = list(PART.finditer(value))
-    if "".join(part[0] for part in every) != value or not KEY.fullmatch(key):
-        return override  # Hydra will refuse it, and is to name what was written
-    parts = [part for part in every if part.lastgroup]
-    written = f"{key}="
-    end = 0
-    places: list[str] = []  # that are open: lists, maps, functions
-    before, earlier = ",", ""  # the sign before a part, and the word
-    for part, after in zip(parts, [*(part["sign"] or "" for part in parts[1:]), ","], strict=True):
-        word = part["word"] or ""
-        if part["sign"] in ("(", "[", "{"):
-            places.append(earlier if part["sign"] == "(" else part["sign"])
-        elif part["sign"] in (")", "]", "}"):
-            del places[-1:]
-        elif name == KEYS:
-            if places == ["{"] and before in ("{", ",") and after == ":":
-                is_read = READ.fullmatch(word) and not word.isdecimal()
-                if is_read or word.lower() == "null":
-                    problem = "is no text for Hydra, which takes no quotes there"
-                    raise UserError(f"{KEYS}: the name {word} {problem}; choose another, or quote it in a YAML file")
-        elif before in (",", "[", "(") and after in (",", "]", ")") and ANY_OF.issuperset(places):
-            is_null = word.lower() == "null" and places[-1:] == ["["]  # outside of a list no word is given
-            if is_null or READ.fullmatch(word):
-                written += f"{value[end : part.start()]}'{word}'"
-                end = part.end()
-        before, earlier = part["sign"] or "", word
-    return override if places else written + value[end:]
+    if name == KEYS:
+        for part in KEY_OF_MAP.finditer(value):
+            if part["word"] and not part["word"].isdecimal():
+                problem = "is no text for Hydra, which takes no quotes there"
+                advice = "choose another, or quote it in a YAML file"
+                raise UserError(f"{KEYS}: the name {part['word']} {problem}; {advice}")
+        return override
+    bare = re.sub(OTHER, "", value)
+    is_open = any(bare.count(start) != bare.count(end) for start, end in ("()", "[]", "{}"))
+    if is_open or "{" in bare or not ANY_OF.issuperset(re.findall(r"(\w*)\(", bare)):
+        return override  # Hydra will refuse it, and is to name what was written; or its words are numbers
+    in_list = value.lstrip().startswith("[")
+
+    def quoted(part: re.Match[str]) -> str:
+        word = part["word"]
+        is_null = word is not None and word.lower() == "null"  # outside of a list no word is given
+        return part[0] if word is None or (is_null and not in_list) else f"{part['before']}'{word}'"
+
+    return f"{key}={ITEM.sub(quoted, value)}"
 
 
 def refuse_misread(place: object, values: Any, written: Any, name: str = "") -> None:
