@@ -88,7 +88,7 @@ def step_peak(config: Config, model_config: Model, technique: Technique | None =
     if technique is None:
         technique = choose_technique(config, model_config)
     if technique == PLAIN:
-        return profile_stages(config, model_config).step
+        return profile_stages(step_key(config), model_config).step
     return _simulated(step_key(config), model_config, technique)
 
 
@@ -183,7 +183,7 @@ def choose_segments(config: Config, model_config: Model) -> Technique:
     """
     if not config.ckpt:
         return PLAIN
-    profile = profile_stages(config, model_config)
+    profile = profile_stages(step_key(config), model_config)
     stages = len(profile.forward)
     if stages < config.ckpt:
         raise UserError(
@@ -251,13 +251,9 @@ class StageProfile:
         self.flops = [flops[stage] for stage in inputs]  # of stage i's convolutions, forward
 
 
-def profile_stages(config: Config, model_config: Model) -> StageProfile:
-    """Simulate two steps without checkpointing and profile the second."""
-    return _profiled(step_key(config), model_config)
-
-
 @memoized
-def _profiled(config: Config, model_config: Model) -> StageProfile:
+def profile_stages(config: Config, model_config: Model) -> StageProfile:
+    """Simulate two steps without checkpointing and profile the second; `config` is a `step_key`."""
     inputs: StageInputs = {}
 
     def watch(model: nn.Module, ledger: Ledger) -> None:
