@@ -28,7 +28,7 @@ from unet3d.recomputing import search
 from unet3d.recomputing.plans import PLAIN, Technique, by_plan, without_backward
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Schedule, compile_schedule
+from unet3d.recomputing.schedule import compile_schedule
 from unet3d.training import optim
 
 CURVE_SCHEDULES = 8
@@ -130,13 +130,9 @@ def some_schedules(config: Config, model_config: Model, dtype: torch.dtype = tor
     bearable = [schedule for schedule in program.schedules if schedule.work <= search.MOST_WORK]
     most = bearable[0].peak_bytes
     least = bearable[-1].peak_bytes
-    chosen: list[Schedule] = []
-    for number in range(CURVE_SCHEDULES):
-        room = most - (most - least) * number // (CURVE_SCHEDULES - 1)
-        first = fit(bearable, lambda schedule: schedule.peak_bytes, room)
-        if first is not None and bearable[first] not in chosen:
-            chosen.append(bearable[first])
-    return [by_program(program.by(schedule)) for schedule in chosen]
+    rooms = [most - (most - least) * number // (CURVE_SCHEDULES - 1) for number in range(CURVE_SCHEDULES)]
+    numbers = dict.fromkeys(fit(bearable, lambda schedule: schedule.peak_bytes, room) for room in rooms)
+    return [by_program(program.by(bearable[number])) for number in numbers if number is not None]
 
 
 def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Program:
