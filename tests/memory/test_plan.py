@@ -20,7 +20,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import remedies as search_of_ways
 from unet3d.memory.peak import Peak
-from unet3d.memory.prediction import peaks_without, preflight
+from unet3d.memory.prediction import MemoryEstimate, preflight
 from unet3d.memory.remedies import (
     Candidate,
     cheaper_activation,
@@ -35,7 +35,7 @@ from unet3d.memory.remedies import (
     ways,
 )
 from unet3d.memory.simulate import validation_peak
-from unet3d.memory.technique import choose_technique, step_peak
+from unet3d.memory.technique import step_peak
 from unet3d.recomputing.plans import Technique
 
 WORDS = (
@@ -233,8 +233,7 @@ def test_tiles_cost_convolutions_and_lean_few() -> None:
 )
 def test_what_each_way_to_save_memory_takes_away(words: list[str], used: dict[str, list[str]]) -> None:
     asked = config(*words)
-    found = peaks_without(asked, asked.model, choose_technique(asked, asked.model))
-    assert found == {word: peak_of(*others) for word, others in used.items()}
+    assert MemoryEstimate(asked, asked.model).without() == {word: peak_of(*others) for word, others in used.items()}
 
 
 @pytest.mark.slow

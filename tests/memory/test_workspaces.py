@@ -15,8 +15,8 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import predict, tables
 from unet3d.memory.allocator import EMPTY_CACHE
-from unet3d.memory.ledger import most_held
-from unet3d.memory.meter import MEASURED_STEPS, Counters, CudaMeter, GpuLedger
+from unet3d.memory.ledger import ModuleScope, most_held
+from unet3d.memory.meter import MEASURED_STEPS, CudaLedger, CudaMeter, GpuLedger
 from unet3d.memory.prediction import preflight
 from unet3d.memory.simulate import simulate
 from unet3d.recomputing import workspaces
@@ -211,8 +211,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 
 def test_an_operation_measured_by_itself_leaves_the_peaks_around_it(allocator: Allocator) -> None:
-    counters = Counters(torch.device("cuda"))
-    counters.restart()
+    ledger = CudaLedger(lambda: ModuleScope(""), torch.device("cuda"))
+    ledger.restart()
     allocator.request(500)
     allocator.request(-400)
 
@@ -221,12 +221,12 @@ def test_an_operation_measured_by_itself_leaves_the_peaks_around_it(allocator: A
             allocator.request(size)
         return "result"
 
-    assert counters.excess(compute) == ("result", 70)
-    assert counters.read()["requested_bytes.all.peak"] == 1500, "of before the operation"
-    assert counters.excess(lambda: allocator.request(900)) == (None, 0), "a result is no excess"
-    assert counters.read()["requested_bytes.all.peak"] == 2050, "within the operation"
-    counters.restart()
-    assert counters.read()["requested_bytes.all.peak"] == allocator.now
+    assert ledger.excess(compute) == ("result", 70)
+    assert ledger.counters()["requested_bytes.all.peak"] == 1500, "of before the operation"
+    assert ledger.excess(lambda: allocator.request(900)) == (None, 0), "a result is no excess"
+    assert ledger.counters()["requested_bytes.all.peak"] == 2050, "within the operation"
+    ledger.restart()
+    assert ledger.counters()["requested_bytes.all.peak"] == allocator.now
 
 
 def measured(allocator: Allocator, steps: int) -> dict[str, Any]:

@@ -192,15 +192,10 @@ def describe(ledger: Ledger, moment: int) -> dict[str, Any]:
     return {
         "phase": phase,
         "module": module,
-        "operation": operation_name(storage.operation),
+        "operation": storage.operation.removeprefix("aten.").partition(".")[0],
         "is_recomputed": is_recomputed,
         "words": work if is_outside else f"{work} of {owner}",
     }
-
-
-def operation_name(operation: str) -> str:
-    """Return `convolution_backward` for `aten.convolution_backward.default`."""
-    return operation.removeprefix("aten.").partition(".")[0]
 
 
 def dtype_name(dtype: Any) -> str:

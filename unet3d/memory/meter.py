@@ -97,18 +97,22 @@ MOST_ROWS = 100  # of `largest_excesses`
 R = TypeVar("R")
 
 
-class Counters:
-    """The counters of torch's CUDA allocator, whose peaks last from one `restart` to the next.
+class CudaLedger(Ledger):
+    """A ledger that also reads torch's CUDA allocator, and what convolutions request of it in addition to tensors.
 
-    torch keeps one peak for everybody: what somebody else counts in the process is restarted as well.
+    That is cuDNN's workspace, and copies of maps that are not contiguous. `excesses` holds the most bytes of one call,
+    by layer and phase. The allocator's peaks last from one `restart` to the next. torch keeps one peak for everybody:
+    what somebody else counts in the process is restarted as well.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, scope: Callable[[], ModuleScope], device: torch.device) -> None:
+        super().__init__(scope, device.type)
+        self.excesses: dict[tuple[str, str], int] = defaultdict(int)
         self._device = device
         self._highest: dict[str, int] = {}  # peaks before the last operation that was measured
 
-    def read(self) -> dict[str, Any]:
-        """Return them by torch's names, such as `requested_bytes.all.peak`."""
+    def counters(self) -> dict[str, Any]:
+        """Return the allocator's counters by torch's names, such as `requested_bytes.all.peak`."""
         stats = torch.cuda.memory_stats(self._device)
         for name, highest in self._highest.items():
             stats[name] = max(highest, stats[name])
@@ -125,35 +129,19 @@ class Counters:
         A result made after the workspace is freed, such as a bias's gradient, is counted in what is held after: the
         excess is too small by its bytes.
         """
-        before = self.read()
-        for name in PEAKS:
-            self._highest[name] = before[name]
+        before = self.counters()
+        self._highest = {name: before[name] for name in PEAKS}
         torch.cuda.reset_peak_memory_stats(self._device)
         result = compute()
         after = torch.cuda.memory_stats(self._device)
-        held = max(before[REQUESTED], after[REQUESTED])
-        return result, after[REQUESTED_PEAK] - held
-
-
-class CudaLedger(Ledger):
-    """A ledger that measures what convolutions request of the allocator in addition to tensors.
-
-    That is cuDNN's workspace, and copies of maps that are not contiguous. `excesses` holds the most bytes of one call,
-    by layer and phase.
-    """
-
-    def __init__(self, scope: Callable[[], ModuleScope], device_type: str, counters: Counters) -> None:
-        super().__init__(scope, device_type)
-        self.excesses: dict[tuple[str, str], int] = defaultdict(int)
-        self._counters = counters
+        return result, after[REQUESTED_PEAK] - max(before[REQUESTED], after[REQUESTED])
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in (CONVOLUTION, CONVOLUTION_BACKWARD):
             return func(*args, **kwargs)
-        result, excess = self._counters.excess(lambda: func(*args, **kwargs))
-        layer = self.layer(self._scope().module)
-        phase = self.marks[-1][1]
-        self.excesses[layer, phase] = max(self.excesses[layer, phase], excess)
+        result, excess = self.excess(lambda: func(*args, **kwargs))
+        place = self.layer(self._scope().module), self.marks[-1][1]
+        self.excesses[place] = max(self.excesses[place], excess)
         return result
 
     def largest_excesses(self) -> list[dict[str, Any]]:
@@ -289,7 +277,6 @@ class CudaMeter(LedgerMeter):
     ledger: CudaLedger
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._counters = Counters(next(model.parameters()).device)
         super().__init__(model, optimizer)
         self.highest = {"requested_bytes": 0, "reserved_bytes": 0}
         self.retries = 0
@@ -300,7 +287,7 @@ class CudaMeter(LedgerMeter):
         self._steps: list[dict[str, int]] = []  # peaks of the first step, and the highest of the later ones
 
     def mark(self, phase: str) -> None:
-        stats = self._counters.read()
+        stats = self.ledger.counters()
         if self.is_observed and self.steps >= MEASURED_STEPS:
             self._begin_unobserved(stats)
         self.retries = stats["num_alloc_retries"] - self._earlier_retries
@@ -309,7 +296,7 @@ class CudaMeter(LedgerMeter):
             self._peaks[self._phase] = max(stats["allocated_bytes.all.peak"], earlier)
             for name in self.highest:
                 self.highest[name] = max(self.highest[name], stats[f"{name}.all.peak"])
-        self._counters.restart()
+        self.ledger.restart()
         self._phase = phase
         super().mark(phase)
         if phase == "end":
@@ -339,7 +326,7 @@ class CudaMeter(LedgerMeter):
         return summary
 
     def _new_ledger(self) -> CudaLedger:
-        return CudaLedger(self.tracker.scope, self.device.type, self._counters)
+        return CudaLedger(self.tracker.scope, self.device)
 
     def _begin_unobserved(self, stats: dict[str, Any]) -> None:
         """Begin the first step without the ledger: forget the peaks of those with it, and free what they cached."""

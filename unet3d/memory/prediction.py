@@ -73,30 +73,26 @@ class MemoryEstimate(Candidate):
         return self.meter.parameters
 
     def without(self) -> dict[str, int]:
-        """Return the peak without each memory option that the step uses, in bytes."""
+        """Return the peak without each memory option that the step uses, in bytes, by its override.
+
+        With `recompute=auto` it is that option alone: another step would follow another schedule.
+        """
         if self.dtype is not torch.float32:
             return {}
-        return peaks_without(self.config, self.model, self.technique)
-
-
-def peaks_without(config: Config, model_config: Model, technique: Technique) -> dict[str, int]:
-    """Return the peak of the same step without each memory option that it uses, in bytes, by its override.
-
-    With `recompute=auto` it is that option alone: another step would follow another schedule.
-    """
-    by_program = technique.program is not None
-    way = None if by_program else technique  # another step has a program of the same plan for its own maps
-    others: dict[str, tuple[Config, Technique | None]] = {}
-    if not by_program or config.recompute != "auto":
-        if config.amp:
-            others["amp=true"] = replace(config, amp=False), way
-        if config.accumulate > 1:
-            whole = replace(config, batch=config.batch * config.accumulate, accumulate=1)
-            others[f"accumulate={config.accumulate}"] = whole, way
-    if technique != PLAIN:
-        own = f"recompute={config.recompute}" if by_program else f"ckpt={config.ckpt}"
-        others[own] = replace(config, recompute="none", ckpt=0), PLAIN
-    return {name: step_peak(other, model_config, its_way).tensors for name, (other, its_way) in others.items()}
+        config = self.config
+        by_program = self.technique.program is not None
+        way = None if by_program else self.technique  # another step has a program of the same plan for its own maps
+        others: dict[str, tuple[Config, Technique | None]] = {}
+        if not by_program or config.recompute != "auto":
+            if config.amp:
+                others["amp=true"] = replace(config, amp=False), way
+            if config.accumulate > 1:
+                whole = replace(config, batch=config.batch * config.accumulate, accumulate=1)
+                others[f"accumulate={config.accumulate}"] = whole, way
+        if self.technique != PLAIN:
+            own = f"recompute={config.recompute}" if by_program else f"ckpt={config.ckpt}"
+            others[own] = replace(config, recompute="none", ckpt=0), PLAIN
+        return {name: step_peak(other, self.model, its_way).tensors for name, (other, its_way) in others.items()}
 
 
 def usual_estimates(subject: MemoryEstimate) -> dict[str, int]:

@@ -28,7 +28,7 @@ from unet3d.recomputing import search
 from unet3d.recomputing.plans import PLAIN, Technique, by_plan, without_backward
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.schedule import Schedule, compile_schedule
+from unet3d.recomputing.schedule import compile_schedule
 from unet3d.training import optim
 
 CURVE_SCHEDULES = 8
@@ -88,7 +88,7 @@ def step_peak(config: Config, model_config: Model, technique: Technique | None =
     if technique is None:
         technique = choose_technique(config, model_config)
     if technique == PLAIN:
-        return profile_stages(config, model_config).step
+        return profile_stages(step_key(config), model_config).step
     return _simulated(step_key(config), model_config, technique)
 
 
@@ -130,13 +130,9 @@ def some_schedules(config: Config, model_config: Model, dtype: torch.dtype = tor
     bearable = [schedule for schedule in program.schedules if schedule.work <= search.MOST_WORK]
     most = bearable[0].peak_bytes
     least = bearable[-1].peak_bytes
-    chosen: list[Schedule] = []
-    for number in range(CURVE_SCHEDULES):
-        room = most - (most - least) * number // (CURVE_SCHEDULES - 1)
-        first = fit(bearable, lambda schedule: schedule.peak_bytes, room)
-        if first is not None and bearable[first] not in chosen:
-            chosen.append(bearable[first])
-    return [by_program(program.by(schedule)) for schedule in chosen]
+    rooms = [most - (most - least) * number // (CURVE_SCHEDULES - 1) for number in range(CURVE_SCHEDULES)]
+    numbers = dict.fromkeys(fit(bearable, lambda schedule: schedule.peak_bytes, room) for room in rooms)
+    return [by_program(program.by(bearable[number])) for number in numbers if number is not None]
 
 
 def prepared(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> Program:
@@ -183,7 +179,7 @@ def choose_segments(config: Config, model_config: Model) -> Technique:
     """
     if not config.ckpt:
         return PLAIN
-    profile = profile_stages(config, model_config)
+    profile = profile_stages(step_key(config), model_config)
     stages = len(profile.forward)
     if stages < config.ckpt:
         raise UserError(
@@ -251,13 +247,9 @@ class StageProfile:
         self.flops = [flops[stage] for stage in inputs]  # of stage i's convolutions, forward
 
 
-def profile_stages(config: Config, model_config: Model) -> StageProfile:
-    """Simulate two steps without checkpointing and profile the second."""
-    return _profiled(step_key(config), model_config)
-
-
 @memoized
-def _profiled(config: Config, model_config: Model) -> StageProfile:
+def profile_stages(config: Config, model_config: Model) -> StageProfile:
+    """Simulate two steps without checkpointing and profile the second; `config` is a `step_key`."""
     inputs: StageInputs = {}
 
     def watch(model: nn.Module, ledger: Ledger) -> None:

@@ -51,16 +51,16 @@ def is_here(config: Config) -> bool:
 def _step_time(config: Config) -> tuple[float, str]:
     """Return the seconds of a step of a config here, and how they are known: a long one's by a smaller patch."""
     smaller = shrunk(config)
-    if smaller is None:
-        return measured_step(config), "measured"
     seconds = measured_step(smaller) * prod(config.data.patch) / prod(smaller.data.patch)
+    if smaller is config:
+        return seconds, "measured"
     if seconds <= PATIENCE:
         return measured_step(config), "measured"
     return seconds, f"extrapolated from a measured step on patches of {sizes_text(smaller.data.patch)}"
 
 
-def shrunk(config: Config) -> Config | None:
-    """Return the config with a patch of a few voxels, which leaves more than one of each map; None for a small one."""
+def shrunk(config: Config) -> Config:
+    """Return the config, a large one with a patch of few voxels, which leaves more than one of each map."""
     patch = list(config.data.patch)
     while prod(patch) > SMALL:
         axis = patch.index(max(patch))
@@ -69,9 +69,7 @@ def shrunk(config: Config) -> Config | None:
         if patch[axis] % 2 or geometry.larger_patch(shorter, config.model) != shorter:
             break
         patch = shorter
-    if patch == config.data.patch:
-        return None
-    return replace(config, data=replace(config.data, patch=patch))
+    return config if patch == config.data.patch else replace(config, data=replace(config.data, patch=patch))
 
 
 def measured_step(config: Config) -> float:
