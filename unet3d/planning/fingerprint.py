@@ -140,17 +140,14 @@ def _sample(dataset: DatasetInfo, case: Case, data: Data) -> CaseSample:
     counts = np.bincount(label.ravel(), minlength=labels)[:labels]
     image = volume.image.reshape(len(volume.image), -1)
     voxels = image[:, subsample_indices(image.shape[1], VOXELS_OF_CASE)]
-    centres = np.full((labels, 3), np.nan)
+    centres = np.empty((labels, 3))
     extent = np.full(3, np.nan)
     for axis in range(3):
-        length = label.shape[axis]
-        others = tuple(other for other in range(3) if other != axis)
-        occupied = np.zeros(length, bool)
-        for value in np.flatnonzero(counts[1:]) + 1:
-            profile = (label == value).sum(axis=others)
-            centres[value, axis] = np.average(np.arange(length), weights=profile) / length
-            occupied |= profile > 0
-        rows = np.flatnonzero(occupied)
+        planes = np.moveaxis(label, axis, 0)
+        profiles = np.array([np.bincount(plane.ravel(), minlength=labels)[:labels] for plane in planes])
+        with np.errstate(invalid="ignore"):  # 0 / 0 of a label that is absent
+            centres[:, axis] = np.arange(len(planes)) @ profiles / counts / len(planes)
+        rows = np.flatnonzero(profiles[:, 1:].any(1))
         if rows.size:
             extent[axis] = (rows[-1] - rows[0] + 1) * volume.spacing[axis]
     foreground = foreground_sample(volume.image, label, dataset.ignore)
