@@ -22,7 +22,7 @@ from training import face, yaml_of
 from unet3d.base.errors import UserError
 from unet3d.report import case_plots, compared_runs, memory_plots, page, plots, report
 from unet3d.report.methods import methods_paragraph
-from unet3d.report.scores import best_scores, score_table, score_title
+from unet3d.report.scores import other_scores, score_table, score_title
 from unet3d.report.summary import print_summary, what_ran
 from unet3d.run import environment, run_folder
 from unet3d.run.record import headline, read_run
@@ -259,13 +259,13 @@ def test_the_best_weights_are_shown_beside_the_last_if_they_differ(
     assert "step 2" in found.all and "best.pt" not in found.all, "there is no file"
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "best.pt").write_bytes(b"")
-    best = best_scores(read_run(folder))
-    assert best is not None and "step 2" in best[0] and "checkpoints/best.pt" in best[0]
+    (best,) = other_scores(read_run(folder))
+    assert "step 2" in best[0] and "checkpoints/best.pt" in best[0]
     assert best[0] in written(folder).text
     print_summary(read_run(folder))
     printed = capsys.readouterr().out.split(f"{best[0]}\n")[1]
     assert ["left", "0.700", "0.400"] in [line.split() for line in printed.splitlines()]
-    assert "best.pt" not in validated(folder, 0.5, 0.7).all and best_scores(read_run(folder)) is None
+    assert "best.pt" not in validated(folder, 0.5, 0.7).all and other_scores(read_run(folder)) == []
 
 
 def test_without_scores_the_last_validation_is_shown(folder: Path) -> None:

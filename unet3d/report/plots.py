@@ -92,16 +92,23 @@ def panel(axes: "Axes", grid: Literal["", "x", "y", "both"] = "") -> None:
         axes.set_axisbelow(True)
 
 
-def beside(axes: "Axes", handles: Mapping[str, Any]) -> None:
-    """Draw a legend of handles by their labels to the right of the axes."""
-    axes.legend(
-        handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1.02, 1.02), frameon=False, fontsize=9
-    )
+def legended(width: float, height: float, labels: Sequence[str]) -> "Figure":
+    """Return an empty figure for panels of these inches, with room for a legend of these labels to their right."""
+    longest = max(map(len, labels))
+    return blank(width + LETTER * longest + 0.6, max(height, LINE * len(labels) + 1.4))
 
 
-def handles_of(all_axes: Iterable["Axes"]) -> dict[str, Any]:
+def beside(panels: Sequence["Axes"], labels: Iterable[str]) -> None:
+    """Draw a legend to the right of the last panel, in the order of the labels, of those that any panel has drawn."""
+    handles = handles_of(panels)
+    drawn = [label for label in dict.fromkeys(labels) if label in handles]
+    places: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.02)}
+    panels[-1].legend([handles[label] for label in drawn], drawn, frameon=False, fontsize=9, **places)
+
+
+def handles_of(panels: Iterable["Axes"]) -> dict[str, Any]:
     """Return what a legend names, by label: of equal labels the last."""
-    return {label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    return {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
 
 
 def colours(count: int) -> list[Any]:

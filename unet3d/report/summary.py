@@ -15,7 +15,7 @@ from unet3d.config.schema import options_with
 from unet3d.memory import tables
 from unet3d.report.methods import TITLE as METHODS
 from unet3d.report.methods import methods_paragraph
-from unet3d.report.scores import best_scores, network_scores, score_table, score_title, shown
+from unet3d.report.scores import other_scores, score_table, score_title, shown
 from unet3d.run.record import RunRecord, numbers_of
 from unet3d.run.run_folder import as_number
 
@@ -27,9 +27,6 @@ def print_summary(run: RunRecord) -> None:
     """Print scores per class, peak memory per phase and where the files are, for terminals and plain files alike."""
     console = paper(NARROW)
     print_scores(run, score_title(run))
-    best = best_scores(run)
-    if best is not None:
-        console.print(terminal_table(*best))
     if run.memory:
         entry = run.memory_entry
         title = f"Memory of a step, {run.memory_kind} ({entry['kind']})"
@@ -39,7 +36,7 @@ def print_summary(run: RunRecord) -> None:
             if sentence:
                 console.print(escaped(sentence))
     of_plan = receipt(run.memory, run.records)
-    if of_plan is not None:
+    if of_plan.rows:
         console.print(terminal_table(RECEIPT, of_plan))
         if changes(run.memory):
             console.print(escaped(changes(run.memory)), soft_wrap=True)
@@ -63,8 +60,8 @@ def print_scores(run: RunRecord, title: str) -> None:
     scores = score_table(run)
     if scores.rows:
         console.print(terminal_table(title, scores))
-    if run.has_own_grids:
-        console.print(terminal_table(*network_scores(run)))
+    for other in other_scores(run):
+        console.print(terminal_table(*other))
 
 
 def what_ran(run: RunRecord) -> str:
@@ -203,13 +200,13 @@ def promises(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
     return [row for row in rows if row.planned is not None]
 
 
-def receipt(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Return the receipt as a table; None without a plan."""
+def receipt(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the receipt as a table, without rows where there was no plan."""
     rows = []
     for row in promises(memory, records):
         error = "" if row.error is None else f"{row.error:+.1%}"
         rows.append([row.name, row.text(row.planned), row.text(row.measured), error])
-    return Table(["of a step, and in all", "planned", "measured", "error"], rows) if rows else None
+    return Table(["of a step, and in all", "planned", "measured", "error"], rows)
 
 
 def changes(memory: Mapping[str, Any]) -> str:
