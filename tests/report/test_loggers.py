@@ -31,10 +31,9 @@ from unet3d.base.errors import UserError, reason
 from unet3d.base.types import Table
 from unet3d.config import rules
 from unet3d.config.schema import Config, Wandb
-from unet3d.report import loggers, terminal_logger, wandb_logger
-from unet3d.report.loggers import JsonLines, Loggers, open_loggers
+from unet3d.report import loggers, wandb_logger
+from unet3d.report.loggers import JsonLines, Loggers, TerminalLogger, open_loggers
 from unet3d.report.tensorboard_logger import TensorBoardLogger
-from unet3d.report.terminal_logger import TerminalLogger
 
 SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]
@@ -640,7 +639,7 @@ def test_tensorboard_that_is_not_installed_is_one_line(monkeypatch: Patch) -> No
 
 def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO, monkeypatch: Patch) -> None:
     plain, now = io.StringIO(), [100.0]
-    monkeypatch.setattr(terminal_logger.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loggers.time, "perf_counter", lambda: now[0])
     lines_of = TerminalLogger(40, Terminal(file=plain, width=80))
     for step in (21, 22, 23, 24):  # resumed at 20
         now[0] += 3

@@ -82,12 +82,10 @@ def segmentation(
         labels_of = [(number,) for number in range(1, len(class_names))]
     if where is None:
         where = _middle(layers, labels_of)
-    heads = ["image", "truth and prediction", "errors"]
-    if "learned" in layers:
-        heads.insert(1, "learned")
+    heads = ["image", *(["learned"] if "learned" in layers else []), "truth and prediction", "errors"]
     heights = _heights(image, spacing)
     handles = _legend(layers, class_names)
-    columns = max(3, len(heads))
+    columns = len(heads)
     lines = wrap(title, TITLE_LETTERS)
     below = 0.22 * (ceil(len(handles) / columns) + len(lines))
     figure = blank((MAP_WIDTH + 0.1) * len(heads) + 0.9, sum(heights) + below + 0.6)
@@ -113,11 +111,8 @@ def segmentation(
 def _middle(layers: Mapping[str, Array], labels_of: Sequence[Sequence[int]]) -> list[int]:
     """Return the middle voxel of the truth, or of the prediction where the truth is empty."""
     last = max(map(max, labels_of))
-    masks = [(layers[name] > 0) & (layers[name] <= last) for name in ("truth", "prediction")]
-    for mask in masks:
-        if mask.any():
-            return centre(mask)
-    return centre(masks[0])
+    truth, prediction = ((layers[name] > 0) & (layers[name] <= last) for name in ("truth", "prediction"))
+    return centre(truth if truth.any() else prediction)
 
 
 def _heights(image: Array, spacing: Sequence[float]) -> list[float]:
@@ -243,7 +238,7 @@ def score_plot(dice: Mapping[str, Sequence[float]], path: Path) -> None:
         if len(ordered) >= CASES_OF_A_BOX:
             axes.boxplot([ordered], positions=[place], medianprops=thin | {"linewidth": 2.2}, **box)
     names = [short_name(name) for name in dice]
-    longest = max(map(len, names), default=0)
+    longest = max(map(len, names))
     axes.set_xticks(range(len(dice)), names, rotation=90 if longest * len(names) > LETTERS_ABREAST else 0)
     lowest = min((value for values in dice.values() for value in values), default=0.0)
     bottom = max(0.0, np.floor(10 * lowest - 0.5) / 10)

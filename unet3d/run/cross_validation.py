@@ -21,7 +21,7 @@ from unet3d.data.restore import largest_components
 from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
 from unet3d.report import fold_tables
 from unet3d.report.compare import not_comparable
-from unet3d.report.fold_tables import Method
+from unet3d.report.compared_runs import ComparedRun
 from unet3d.report.methods import TITLE as METHODS
 from unet3d.report.methods import listed
 from unet3d.report.scores import shown
@@ -165,14 +165,14 @@ def report(
     lines: list[str] = []
     if has_components or published is not None:
         for method in methods:
-            gains = component_gains([run.folder for run in method.row.folds])
+            gains = component_gains([run.folder for run in method.folds])
             if has_components and not gains:
                 raise UserError(f"--components: {method.name} predicts regions, which overlap; leave it out")
             of_method = f", {method.name}" if len(methods) > 1 else ""
             tables.append((f"{TITLE}{of_method}", gains_table(gains)))
             lines += _for_methods_section(gains, of_method)
     lines += [line for method in methods for line in fold_tables.problems(method)]
-    runs = [run for method in methods for run in method.row.folds]
+    runs = [run for method in methods for run in method.folds]
     lines += [f"not comparable: {line}" for line in not_comparable(runs)]
     fold_tables.print_tables(tables, lines)
     written = []
@@ -181,7 +181,7 @@ def report(
     if published is not None:
         (method,) = methods
         largest = [gain.number for gain in gains if gain.is_kept]
-        publish([run.folder / LAST for run in method.row.folds], published, model_path, largest)
+        publish([run.folder / LAST for run in method.folds], published, model_path, largest)
         written.append(_published(published, method, gains))
     return written
 
@@ -195,7 +195,7 @@ def _for_methods_section(gains: Sequence[Gain], of_method: str) -> list[str]:
     return [f"{METHODS}{of_method}: in the predictions, {which}, which raised the mean Dice of held-out cases."]
 
 
-def _refuse_publishing(methods: Sequence[Method], path: Path) -> None:
+def _refuse_publishing(methods: Sequence[ComparedRun], path: Path) -> None:
     """Raise UserError where these methods cannot be published as one file."""
     if len(methods) > 1:
         raise UserError(f"--publish {path}: there are {len(methods)} methods; give the folder of one")
@@ -206,7 +206,7 @@ def _refuse_publishing(methods: Sequence[Method], path: Path) -> None:
         raise UserError(f"{path}: is there already; give another file")
 
 
-def _published(path: Path, method: Method, gains: Sequence[Gain]) -> str:
+def _published(path: Path, method: ComparedRun, gains: Sequence[Gain]) -> str:
     kept = ", ".join(gain.name for gain in gains if gain.is_kept) or "no class"
     size = path.stat().st_size / 1e6
-    return f"{path}: {size:.1f} MB, {len(method.row.folds)} networks; the largest component alone of: {kept}"
+    return f"{path}: {size:.1f} MB, {len(method.folds)} networks; the largest component alone of: {kept}"

@@ -91,10 +91,9 @@ class Segmenter:
 
     def _read(self, case: Case) -> Volume:
         volume = read_volume(case._replace(label=None), LabelValues(0), self.spacing, self.rules)
-        count = len(volume.image)
-        expected = len(self.intensity)
-        if count != expected:
-            raise UserError(f"{case.id}: {case.images[0]} has {count} channels; this network takes {expected}")
+        channels = f"{len(volume.image)} channels; this network takes {len(self.intensity)}"
+        if len(volume.image) != len(self.intensity):
+            raise UserError(f"{case.id}: {case.images[0]} has {channels}")
         return volume
 
     def _strips(self, volume: Volume, case: Case) -> Iterator[ProbabilityBlock]:
@@ -174,9 +173,14 @@ def segmenter(
     if overlap is not None and (isinstance(overlap, bool) or not isinstance(overlap, (int, float))):
         raise UserError(f"overlap={overlap}: give a number from 0 to 0.9, a share of the window")
     with _named_as(given):
-        config = _inference_config(trained.config, device, given)
-    _warn_of_idle_arguments(config, given)
-    with _named_as(given):
+        # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
+        config = dataclasses.replace(trained.config, device=device, deterministic=False, compile=False)
+        config.inference = dataclasses.replace(config.inference, **given)
+        rules.check(config, here=False)  # the device's name; and not every network can be mirrored
+        if given.get("mirror") and not config.data.augment.mirror:
+            warn("mirroring does nothing: this network has data.augment.mirror=[]")
+        if "overlap" in given and config.model.padding == "valid":
+            warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
         predictor = _predictor(trained, config)
     if trained.regions is None:
         written = written_words(config.data, trained.classes)
@@ -195,22 +199,6 @@ def segmenter(
         kept=", ".join(trained.classes[number] for number in trained.largest),
         seen=trained.seen,
     )
-
-
-def _inference_config(trained: Config, device: str, given: dict[str, Any]) -> Config:
-    """Return the config of a run with the options of inference that are given. Raises UserError."""
-    # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
-    config = dataclasses.replace(trained, device=device, deterministic=False, compile=False)
-    config.inference = dataclasses.replace(config.inference, **given)
-    rules.check(config, here=False)  # the device's name; and not every network can be mirrored
-    return config
-
-
-def _warn_of_idle_arguments(config: Config, given: dict[str, Any]) -> None:
-    if given.get("mirror") and not config.data.augment.mirror:
-        warn("mirroring does nothing: this network has data.augment.mirror=[]")
-    if "overlap" in given and config.model.padding == "valid":
-        warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
 
 
 def _predictor(trained: TrainedNetworks, config: Config) -> Predictor:
@@ -263,16 +251,12 @@ class MeanOfLogits(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return mean logits N K D H W of images N C D H W."""
-        first, *others = self.networks
-        total = self._averaged(first(image))
-        for network in others:
-            total = total + self._averaged(network(image))
+        total: Tensor | int = 0
+        for network in self.networks:
+            logits = network(image)
+            total = total + (logits.sigmoid() if self.has_regions else logits)
         mean: Tensor = total / len(self.networks)
         return mean.logit() if self.has_regions else mean
-
-    def _averaged(self, logits: Tensor) -> Tensor:
-        """Return what the mean is of."""
-        return logits.sigmoid() if self.has_regions else logits
 
 
 @dataclass(frozen=True)
@@ -326,9 +310,7 @@ class Network:
                 warn(line if are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
             scores = Probabilities(case) if probabilities else None
             labels = returned(image, self.segmenter.labels(case, scores), case)
-            if scores is None:
-                return labels
-            return labels, scores.returned(image)
+            return labels if scores is None else (labels, scores.returned(image))
 
 
 def load(

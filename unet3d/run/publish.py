@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any
 
 from unet3d.base.errors import UserError, escaped, not_saved, warn
 from unet3d.base.files import write_text
@@ -23,7 +23,7 @@ from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.scores import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
-from unet3d.run.checkpoint import Checkpoint, Split, TrainedNetworks, refuse_other_network, split_of
+from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
@@ -31,13 +31,6 @@ from unet3d.training import checkpoint, metrics
 PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
 SCORES = "scores.csv"
 LEARNED = options_with("learned")
-
-
-class Publication(NamedTuple):
-    """The networks of a checkpoint, and the other parts of it that are published."""
-
-    networks: TrainedNetworks
-    parts: dict[str, Any]
 
 
 def publish(
@@ -53,38 +46,34 @@ def publish(
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
-    publications = [_read(path, model_path) for path in paths]
-    weights = []
-    splits = []
-    for publication in publications:
-        networks = publication.networks
-        _refuse_different(publication, publications[0])
-        predict.segmenter(networks, "cpu", None)  # so that what is published can be used
-        weights += networks.weights
-        for held_out in networks.splits:
-            splits.append(_without_paths(held_out))
-    first, *others = weights
-    records = [publication.networks.seen for publication in publications]
-    known = [record for record in records if record is not None]
-    seen = asdict(Seen.merged(known)) if known else None
-    state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits, "seen": seen}
-    if largest is not None:
-        state["largest"] = list(largest)
-    checkpoint.save_checkpoint(out, state)
-
-
-def _without_paths(held_out: Split) -> Split:
-    """Return what was held out from a network, without the names of files."""
+    networks: list[TrainedNetworks] = []
+    parts: dict[str, Any] = {}  # of the first
+    for path in paths:
+        source = Checkpoint.read(path)
+        networks.append(source.networks())
+        refuse_other_network(networks[-1], model_path)
+        if not parts:
+            parts = {name: source.state[name] for name in PUBLISHED}
+            parts["config"] = _without_private(source.state["config"])
+    for trained in networks:
+        _refuse_different(trained, networks[0])
+        predict.segmenter(trained, "cpu", None)  # so that what is published can be used
+    first, *others = [weights for trained in networks for weights in trained.weights]
     hidden = {"split": "a file", "groups": "a file"}
-    return {name: hidden.get(name, value) for name, value in held_out.items()}
-
-
-def _read(path: Path, model_path: str | None) -> Publication:
-    source = Checkpoint.read(path)
-    networks = source.networks()
-    refuse_other_network(networks, model_path)
-    parts = {name: source.state[name] for name in PUBLISHED} | {"largest": list(networks.largest)}
-    return Publication(networks, parts | {"config": _without_private(source.state["config"])})
+    splits = []
+    for held_out in (held_out for trained in networks for held_out in trained.splits):
+        splits.append({name: hidden.get(name, value) for name, value in held_out.items()})
+    known = [trained.seen for trained in networks if trained.seen is not None]
+    state = {
+        **parts,
+        "model": first,
+        "average": {},
+        "others": others,
+        "splits": splits,
+        "seen": asdict(Seen.merged(known)) if known else None,
+        "largest": list(networks[0].largest if largest is None else largest),
+    }
+    checkpoint.save_checkpoint(out, state)
 
 
 def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -99,19 +88,14 @@ def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, A
     return kept
 
 
-def _refuse_different(publication: Publication, first: Publication) -> None:
+def _refuse_different(trained: TrainedNetworks, first: TrainedNetworks) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
-    different = []
-    for name in ("classes", "channels", "intensity", "largest"):
-        if publication.parts[name] != first.parts[name]:
-            different.append(name)
-    options = compose.flat(compose.to_plain(publication.networks.config), ".")
-    first_options = compose.flat(compose.to_plain(first.networks.config), ".")
-    for name in options_with("sees"):
-        if options[name] != first_options[name]:
-            different.append(name)
+    parts = ("classes", "channels", "intensity", "largest")
+    different = [name for name in parts if getattr(trained, name) != getattr(first, name)]
+    options, first_options = (compose.flat(compose.to_plain(one.config), ".") for one in (trained, first))
+    different += [name for name in options_with("sees") if options[name] != first_options[name]]
     if different:
-        paths = f"{publication.networks.path}: differs from {first.networks.path}"
+        paths = f"{trained.path}: differs from {first.path}"
         raise UserError(f"{paths} in {', '.join(different)}; publish it alone")
 
 
@@ -236,9 +220,7 @@ def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> No
         learned = f"{len(networks.channels)} channels and the classes {', '.join(networks.classes)}"
         given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
         label_map = networks.config.data.label_map
-        hint = ""
-        if label_map is not None:
-            hint = f"; it learned with {as_option(label_sources(label_map))}"
+        hint = f"; it learned with {as_option(label_sources(label_map))}" if label_map is not None else ""
         raise UserError(f"{networks.path}: a network of {learned}; the data has {given}{hint}")
 
 
@@ -265,10 +247,9 @@ def _label_map(options: Data, classes: int) -> Mapping[int, list[int]]:
 
 def _warn_of_other_splits(networks: TrainedNetworks, options: Data) -> None:
     """Warn of networks that were trained with another split than the options': they may have seen what is scored."""
-    others = [held_out for held_out in networks.splits if held_out != split_of(options)]
+    others = sum(held_out != split_of(options) for held_out in networks.splits)
     if others:
-        count = f"{len(others)} of {len(networks.splits)} networks"
-        trained = f"{count} were trained with another split, or with an unknown one"
+        trained = f"{others} of {len(networks.splits)} networks were trained with another split, or with an unknown one"
         warn(f"{networks.path}: {trained}; they may have seen the cases that are scored")
 
 

@@ -308,19 +308,18 @@ class Validator:
             self.predictions.try_add(case, strips)
 
     def log_first_case(self, step: int, dice: float | None) -> None:
-        """Log a picture of the first held-out case with the mean Dice of all, on the rank that has a logger for it."""
-        strips = self.first_case
-        self.first_case = None
-        if ranks.RANK == 0 and strips is not None:
-            self._draw_first_case(strips.whole(), step, dice)
+        """Log a picture of the first held-out case with the mean Dice of all, on the rank that has a logger for it.
 
-    def _draw_first_case(self, prediction: np.ndarray, step: int, dice: float | None) -> None:
-        """Draw and log the picture, where disk and memory have room for it."""
+        It is left out where disk or memory have no room for it.
+        """
+        strips, self.first_case = self.first_case, None
+        if ranks.RANK or strips is None:
+            return
         case = self.data.val[0]
         path = self.folder / "figures" / "validation.png"
         mean = "" if dice is None else f", mean Dice of all {dice:.3f}"
         try:
-            self.predictions.draw(case, prediction, path, f"{case.id}, step {step}{mean}")
+            self.predictions.draw(case, strips.whole(), path, f"{case.id}, step {step}{mean}")
         except OSError as error:
             warn(not_saved(path, error))
         except (UserError, RuntimeError, MemoryError) as error:
