@@ -19,7 +19,7 @@ LAYERS = (
     ("build",),
     ("memory",),
     ("planning",),
-    ("run.run_folder", "run.record", "run.environment"),
+    ("run.run_folder", "run.record"),
     ("report",),
     ("run",),
     ("cli", "__main__"),

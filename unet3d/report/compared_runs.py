@@ -169,9 +169,7 @@ def _status(text: str, only_predicts: bool) -> str:
     reason = re.sub(r"^(error|failed): ", "", line)
     if reason.startswith("stopped "):
         return reason
-    if reason.startswith("interrupted"):
-        return f"stopped: {reason}"
-    return f"failed: {reason}"
+    return f"{'stopped' if reason.startswith('interrupted') else 'failed'}: {reason}"
 
 
 def ending(status: str) -> str:
@@ -185,13 +183,8 @@ def differing(rows: Sequence[ComparedRun]) -> list[str]:
     """Return the settings that differ. Missing settings are ignored, unless no run has its whole config."""
     some_are_whole = any(row.is_whole for row in rows)
     keys = dict.fromkeys(key for row in rows for key in row.settings)
-    names = []
-    for key in keys:
-        values = [row.settings[key] for row in rows if key in row.settings]
-        is_missing = len(values) < len(rows) and not some_are_whole
-        if len(set(values)) > 1 or is_missing:
-            names.append(key)
-    return names
+    values = {key: [row.settings[key] for row in rows if key in row.settings] for key in keys}
+    return [key for key in keys if len({*values[key]}) > 1 or (len(values[key]) < len(rows) and not some_are_whole)]
 
 
 def setting_columns(rows: Sequence[ComparedRun]) -> list[str]:
@@ -208,13 +201,10 @@ def _follows(key: str, group: str, rows: Sequence[ComparedRun]) -> bool:
     """Return whether the name chosen in a group determines an option in all runs."""
     names = {row.settings[group] for row in rows}
     is_of_group = key.startswith(f"{group}.")
-    if group == "experiment" and key != group:
-        is_set = any(key in row.named for row in rows)
-        is_of_group = is_of_group or not (is_set or names & {"null", "None"})
-    if not is_of_group:
-        return False
+    if group == "experiment" and key != group and not names & {"null", "None"}:
+        is_of_group = not any(key in row.named for row in rows)
     pairs = {(row.settings[group], row.settings.get(key)) for row in rows}
-    return len(pairs) == len(names)
+    return is_of_group and len(pairs) == len(names)
 
 
 def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
@@ -222,11 +212,8 @@ def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
     keys = setting_columns(rows)
     untold = options_with("untold")
     kept = [key for key in keys if untold.get(key) in (None, "speed")]
-
-    def kinds(of: Sequence[str]) -> int:
-        return len({tuple(row.settings.get(key) for key in of) for row in rows})
-
-    return kept if kinds(kept) == kinds(keys) else keys
+    all_kinds, kinds = ({tuple(row.settings.get(key) for key in of) for row in rows} for of in (keys, kept))
+    return kept if len(kinds) == len(all_kinds) else keys
 
 
 def short(keys: Sequence[str]) -> list[str]:

@@ -4,8 +4,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -35,7 +36,10 @@ Make = Callable[[Config, Path], Logger]
 
 
 class Loggers:
-    """Passes each call on to the loggers that have the method; one that raises is dropped with one line on stderr."""
+    """Passes each call of `scalars`, `image`, `table`, `summary`, `checkpoint`, `close` on to the loggers that have it.
+
+    A logger that raises is dropped with one line on stderr.
+    """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = list(loggers)
@@ -43,28 +47,14 @@ class Loggers:
     def add(self, logger: Logger) -> None:
         self._loggers.append(logger)
 
-    def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
-        self._call("scalars", values, step)
-
-    def image(self, key: str, path: Path, step: int) -> None:
-        self._call("image", key, path, step)
-
-    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
-        self._call("table", key, columns, rows)
-
-    def summary(self, values: Mapping[str, object]) -> None:
-        self._call("summary", values)
-
-    def checkpoint(self, path: Path) -> None:
-        self._call("checkpoint", path)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        """Return what calls a method of all loggers."""
+        return partial(self._call, method)
 
     @property
     def wants_images(self) -> bool:
         """Return whether any logger would record a picture."""
         return any(hasattr(logger, "image") for logger in self._loggers)
-
-    def close(self, exit_code: int) -> None:
-        self._call("close", exit_code)
 
     def _call(self, method: str, *arguments: object) -> None:
         for logger in tuple(self._loggers):

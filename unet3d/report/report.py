@@ -2,15 +2,14 @@
 
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import mib
 from unet3d.config import compose
 from unet3d.memory import tables
-from unet3d.report import case_plots, memory_plots, methods, plots, scores, summary
-from unet3d.report.page import Picture, read_picture, render
+from unet3d.report import case_plots, memory_plots, plots, scores, summary
+from unet3d.report.page import read_picture, render
 from unet3d.run.record import RunRecord
 
 MOST_COLUMNS = 2000  # of metrics.csv
@@ -50,9 +49,8 @@ def write_page(run: RunRecord) -> Path:
         "report.html",
         run=run,
         name=run.path.resolve().name,
-        figure=partial(_figure, run),
+        figure=lambda name, about: read_picture(run.path / "figures" / f"{name}.png", about),
         commands=_commands(run),
-        methods=methods,
         scores=scores,
         summary=summary,
         tables=tables,
@@ -60,10 +58,6 @@ def write_page(run: RunRecord) -> Path:
     )
     write_text(run.path / "report.html", page)
     return run.path / "report.html"
-
-
-def _figure(run: RunRecord, name: str, about: str) -> Picture | None:
-    return read_picture(run.path / "figures" / f"{name}.png", about)
 
 
 def _commands(run: RunRecord) -> list[str]:

@@ -12,5 +12,5 @@ In reading order:
     predicted_files     which files are cases; predictions.jsonl: which network wrote which label map
     publish             checkpoints for others: published, scored
     cross_validation    the tables of a cross-validation, and its networks as one
-    run_folder          a run folder's files, which `record` reads for a report; `environment`: env.json
+    run_folder          a run folder's files, which `record` reads for a report
 """

@@ -22,9 +22,8 @@ from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
 from unet3d.report import fold_tables
 from unet3d.report.compare import not_comparable
 from unet3d.report.compared_runs import ComparedRun
-from unet3d.report.methods import TITLE as METHODS
-from unet3d.report.methods import listed
 from unet3d.report.scores import shown
+from unet3d.report.summary import METHODS, listed
 from unet3d.run.publish import publish
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done
@@ -170,7 +169,11 @@ def report(
                 raise UserError(f"--components: {method.name} predicts regions, which overlap; leave it out")
             of_method = f", {method.name}" if len(methods) > 1 else ""
             tables.append((f"{TITLE}{of_method}", gains_table(gains)))
-            lines += _for_methods_section(gains, of_method)
+            kept = [gain.name for gain in gains if gain.is_kept]
+            if kept:  # what the paragraph of one fold cannot have
+                which = f"only the largest connected component of {listed(kept)} was kept"
+                raised = "which raised the mean Dice of held-out cases"
+                lines.append(f"{METHODS}{of_method}: in the predictions, {which}, {raised}.")
     lines += [line for method in methods for line in fold_tables.problems(method)]
     runs = [run for method in methods for run in method.folds]
     lines += [f"not comparable: {line}" for line in not_comparable(runs)]
@@ -182,17 +185,11 @@ def report(
         (method,) = methods
         largest = [gain.number for gain in gains if gain.is_kept]
         publish([run.folder / LAST for run in method.folds], published, model_path, largest)
-        written.append(_published(published, method, gains))
+        size = published.stat().st_size / 1e6
+        names = ", ".join(gain.name for gain in gains if gain.is_kept) or "no class"
+        parts = f"{size:.1f} MB, {len(method.folds)} networks; the largest component alone of: {names}"
+        written.append(f"{published}: {parts}")
     return written
-
-
-def _for_methods_section(gains: Sequence[Gain], of_method: str) -> list[str]:
-    """Return the sentence on components for a paper, which the paragraph of one fold cannot have; [] without any."""
-    kept = [gain.name for gain in gains if gain.is_kept]
-    if not kept:
-        return []
-    which = f"only the largest connected component of {listed(kept)} was kept"
-    return [f"{METHODS}{of_method}: in the predictions, {which}, which raised the mean Dice of held-out cases."]
 
 
 def _refuse_publishing(methods: Sequence[ComparedRun], path: Path) -> None:
@@ -204,9 +201,3 @@ def _refuse_publishing(methods: Sequence[ComparedRun], path: Path) -> None:
         raise UserError(f"--publish {path}: {problems[0]}; finish it first")
     if path.exists():
         raise UserError(f"{path}: is there already; give another file")
-
-
-def _published(path: Path, method: ComparedRun, gains: Sequence[Gain]) -> str:
-    kept = ", ".join(gain.name for gain in gains if gain.is_kept) or "no class"
-    size = path.stat().st_size / 1e6
-    return f"{path}: {size:.1f} MB, {len(method.folds)} networks; the largest component alone of: {kept}"

@@ -63,16 +63,8 @@ class Segmenter:
         Raises UserError.
         """
         volume = self._read(case)
-        save_prediction(
-            path,
-            self._strips(volume, case),
-            case,
-            self.spacing,
-            scores,
-            self.values,
-            regions=self.regions,
-            largest=self.largest,
-        )
+        strips = self._strips(volume, case)
+        save_prediction(path, strips, case, self.spacing, scores, self.values, None, self.regions, self.largest)
         return volume
 
     @property
@@ -147,12 +139,8 @@ def open_segmenter(
     """
     trained = read_networks(path, model_path)
     opened = segmenter(trained, device, mirror, batch, overlap)
-    origin = {
-        "network": trained.digest(),
-        "overlap": opened.predictor.overlap,
-        "mirror": bool(opened.predictor.mirror),
-        "components": list(trained.largest),
-    }
+    options = {"overlap": opened.predictor.overlap, "mirror": bool(opened.predictor.mirror)}
+    origin = {"network": trained.digest(), **options, "components": list(trained.largest)}
     return dataclasses.replace(opened, origin=origin)
 
 
@@ -182,9 +170,8 @@ def segmenter(
         if "overlap" in given and config.model.padding == "valid":
             warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
         predictor = _predictor(trained, config)
-    if trained.regions is None:
-        written = written_words(config.data, trained.classes)
-    else:
+    written = written_words(config.data, trained.classes)
+    if trained.regions is not None:
         written = region_words(config.data, trained.classes, trained.regions)
     return Segmenter(
         predictor,

@@ -164,8 +164,9 @@ class Origins:
         Raises ValueError, whose text says what is there instead, for a file that is not this network's of these images.
         """
         present = [path for path in paths if os.path.lexists(path)]
+        absent = [path for path in paths if path not in present]
         if not present:
-            return list(paths)
+            return absent
         entry = self._entries.get(paths[0].name, {})
         difference = self._difference(entry, case)
         earlier = entry.get("earlier")
@@ -177,10 +178,10 @@ class Origins:
             raise ValueError(f"{present[0]}: {difference}")
         if entry["state"] != "written":
             # This network was killed as it wrote: what is there may be what it was to replace.
-            return list(paths) if entry.get("replaces") or paths[0] in present else _without(paths, present)
+            return list(paths) if entry.get("replaces") or paths[0] in present else absent
         if paths[0] in present and entry.get("hash") != _sample([paths[0]]):
             raise ValueError(f"{paths[0]}: was changed or replaced since this network wrote it")
-        return _without(paths, present)
+        return absent
 
     def _difference(self, entry: Entry, case: Case) -> str | None:
         """Return in words in what the origin of a file is another; None where it is the same."""
@@ -228,10 +229,6 @@ class Origins:
         except OSError as error:
             raise not_saved(self.path, error) from error
         self._entries[entry["file"]] = entry
-
-
-def _without(paths: Sequence[Path], present: Sequence[Path]) -> list[Path]:
-    return [path for path in paths if path not in present]
 
 
 def _sample(paths: Sequence[Path]) -> list[Any] | None:

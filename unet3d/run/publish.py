@@ -154,11 +154,10 @@ def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection
         if not is_given and getattr(learned, name) != getattr(options, name):
             taken[name] = getattr(learned, name)
     if taken:
-        words = [
-            as_option(label_sources(value)) if name == "label_map" and value else f"data.{name}={value}"
-            for name, value in taken.items()
-        ]
-        print(escaped(f"{networks.path}: as it learned: {', '.join(words)}"), flush=True)
+        words = {name: f"data.{name}={value}" for name, value in taken.items()}
+        if taken.get("label_map"):
+            words["label_map"] = as_option(label_sources(taken["label_map"]))
+        print(escaped(f"{networks.path}: as it learned: {', '.join(words.values())}"), flush=True)
     if options.affine == "auto":
         taken["affine"] = learned.affine
     elif options.affine != learned.affine and (learned.affine, options.affine) != ("auto", "sform"):
@@ -202,10 +201,9 @@ def _scores(
 def _title(source: Checkpoint, networks: TrainedNetworks, has_own_grids: bool) -> str:
     grid = f", {OWN_GRIDS}" if has_own_grids else ""
     count = len(networks.weights)
-    if count > 1:
-        return f"{SCORES_TITLE}, {source.path} (mean of {count} networks){grid}"
     average = ", average of the weights" if source.state["average"] else ""
-    return f"{SCORES_TITLE}, {source.path} (step {networks.step}{average}){grid}"
+    which = f"mean of {count} networks" if count > 1 else f"step {networks.step}{average}"
+    return f"{SCORES_TITLE}, {source.path} ({which}){grid}"
 
 
 def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:
@@ -227,22 +225,16 @@ def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> No
 def _warn_of_other_names(networks: TrainedNetworks, dataset: DatasetInfo, options: Data) -> None:
     """Warn of channels of other names (each layout has its own), and of classes from other labels of the files."""
     if len(dataset.channels) > 1 and networks.channels != dataset.channels:
-        learned = ", ".join(networks.channels)
-        given = ", ".join(dataset.channels)
-        order = "they are taken in this order"
-        warn(f"{networks.path}: its channels are {learned}, those of the data {given}; {order}")
-    learned_map = _label_map(networks.config.data, dataset.label_count)
-    asked_map = _label_map(options, dataset.label_count)
+        channels = f"{', '.join(networks.channels)}, those of the data {', '.join(dataset.channels)}"
+        warn(f"{networks.path}: its channels are {channels}; they are taken in this order")
+    maps = []
+    for one in (networks.config.data, options):
+        sources = label_sources(one.label_map or {number: number for number in range(1, dataset.label_count)})
+        maps.append({label: sorted(sources[label]) for label in sorted(sources) if label})
+    learned_map, asked_map = maps
     if learned_map != asked_map:
-        maps = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
-        warn(f"{networks.path}: its classes are other labels of the files: {maps}")
-
-
-def _label_map(options: Data, classes: int) -> Mapping[int, list[int]]:
-    """Return the files' labels of each class but background, in ascending order; without data.label_map its number."""
-    numbers = {number: number for number in range(1, classes)}
-    sources = label_sources(options.label_map or numbers)
-    return {label: sorted(sources[label]) for label in sorted(sources) if label}
+        words = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
+        warn(f"{networks.path}: its classes are other labels of the files: {words}")
 
 
 def _warn_of_other_splits(networks: TrainedNetworks, options: Data) -> None:
@@ -262,5 +254,4 @@ def _warn_of_seen_cases(source: Checkpoint, held_out: Sequence[Case]) -> None:
     seen = [case.id for case in held_out if case.id in trained_on]
     if seen:
         names = shorten(", ".join(seen), 200, placeholder=" ...")
-        count = f"{len(seen)} of the {len(held_out)} cases that are scored"
-        warn(f"{source.path}: learned from {count}: {names}")
+        warn(f"{source.path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}")

@@ -16,15 +16,7 @@ import torch
 
 from unet3d import build
 from unet3d.base import ranks
-from unet3d.base.errors import (
-    ForeseenError,
-    NonFiniteLoss,
-    NotSaved,
-    OutOfMemory,
-    Preempted,
-    is_out_of_memory,
-    not_saved,
-)
+from unet3d.base.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory, not_saved
 from unet3d.base.files import write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
@@ -92,7 +84,9 @@ class Run:
             where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, of_all_ranks))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            foreseen = _foreseen(error, self.config.deterministic)
+            foreseen = lost(error) or switches.nondeterminism_error(error, self.config.deterministic)
+            if foreseen is None and not is_out_of_memory(error):
+                foreseen = switches.compile_error(error)
             if foreseen is not None:
                 raise foreseen from error
             if not is_out_of_memory(error):
@@ -273,17 +267,6 @@ class Run:
         entries = flat(memory, ".").items()
         numbers = [[key, value] for key, value in entries if not isinstance(value, list)]
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
-
-
-def _foreseen(error: Exception, deterministic: bool) -> ForeseenError | None:
-    """Return the error to show for a lost worker, a refusal of `deterministic`, or a failure of torch.compile.
-
-    None for another error, or where memory ran out as torch.compile ran.
-    """
-    foreseen = lost(error) or switches.nondeterminism_error(error, deterministic)
-    if foreseen is None and not is_out_of_memory(error):
-        foreseen = switches.compile_error(error)
-    return foreseen
 
 
 def _read_nth(read: Read, cases: tuple[Case, ...], index: int) -> PreparedCase:

@@ -5,7 +5,7 @@ files', the label maps of the last validation are scored on the files' grids too
 """
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,6 @@ from unet3d.config.schema import Data as Options
 from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
-from unet3d.data.patches import PreparedCase
 from unet3d.data.prepare import PreparedData, Read
 from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
@@ -108,8 +107,7 @@ class Predictions:
     @property
     def pictures(self) -> list[Path]:
         """Existing pictures: of the best, the median and the worst case, or of the only one."""
-        paths = [self._picture(role) for role in ("", *ROLES)]
-        return [path for path in paths if path.exists()]
+        return [path for path in map(self._picture, ("", *ROLES)) if path.exists()]
 
     def clear(self) -> None:
         """Remove what an earlier end of this run left: it belongs to other weights."""
@@ -121,9 +119,8 @@ class Predictions:
     def try_add(self, case: Case, strips: ArgmaxCollector) -> None:
         """Write the label map of a case, if that is possible; `complete` makes up for it, or raises."""
         try:
-            self._add(case, strips)
-        except UserError:
-            return
+            with suppress(UserError):
+                self._add(case, strips)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -145,9 +142,8 @@ class Predictions:
             path = self._picture(role)
             if not path.exists():
                 with _saving(path):
-                    written, header = read_label_map(case, self._path(case), LabelValues.written(self._values))
-                    prediction = on_network_grid(written, case, header, self.options.spacing, None)
-                    self.draw(case, prediction, path, title)
+                    labels, header = read_label_map(case, self._path(case), LabelValues.written(self._values))
+                    self.draw(case, on_network_grid(labels, case, header, self.options.spacing, None), path, title)
 
     @property
     def _values(self) -> tuple[int, ...]:
@@ -158,28 +154,20 @@ class Predictions:
         path = self._path(case)
         if not path.exists():
             with _saving(path):
-                save_prediction(
-                    path,
-                    strips,
-                    case,
-                    self.options.spacing,
-                    values=self._values,
-                    files=self.data.read.files,
-                    regions=self.data.dataset.regions,
-                )
+                files, regions = self.data.read.files, self.data.dataset.regions
+                save_prediction(path, strips, case, self.options.spacing, None, self._values, files, regions)
 
     def _score(self) -> None:
         """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
-        dataset = self.data.dataset
         path = self.folder / "scores.csv"
         scores = []
         with progress.counting("scoring", len(self.data.val)) as counter:
             for case in self.data.val:
                 prediction, _ = read_label_map(case, self._path(case), LabelValues.written(self._values))
-                scores.append(score_on_own_grid(case, prediction, dataset))
+                scores.append(score_on_own_grid(case, prediction, self.data.dataset))
                 counter.advance()
         with _saving(path):
-            write_text(path, both_csv_text(scores, dataset.classes, read_text(path)))
+            write_text(path, both_csv_text(scores, self.data.dataset.classes, read_text(path)))
 
     def _path(self, case: Case) -> Path:
         return self.folder / "predictions" / f"{case.id}.nii.gz"
@@ -195,9 +183,8 @@ class Predictions:
         shown = {}
         for role, score in chosen(rows or [{"case": self.data.val[0].id}]).items():
             rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
-            if score.mean is None:
-                dice = "no class to score"
-            else:
+            dice = "no class to score"
+            if score.mean is not None:
                 by_class = [f"{name} {value:.3f}" for name, value in score.classes.items()]
                 dice = f"mean Dice {score.mean:.3f} ({', '.join(by_class)})"
             shown[role] = (cases[score.name], f"{score.title}, {rank}: {dice}")
@@ -210,22 +197,15 @@ class Predictions:
         where = None
         if self.options.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
-            where = self._scored_slices(prepared)
+            slices = sparse.scored_slices(prepared.label, self.options)
+            where = [(low + high) // 2 for low, high in sparse.extent(prepared.label)]
+            for axis, indices in enumerate(slices):
+                distances = {index: abs(index - where[axis]) for index in indices}
+                where[axis] = min(distances, key=distances.__getitem__, default=where[axis])
         image = prepared.image[0].numpy()
         dataset = self.data.dataset
         labels_of = None if dataset.regions is None else dataset.regions.labels
         case_plots.segmentation(image, layers, prepared.spacing, dataset.classes, path, title, where, labels_of)
-
-    def _scored_slices(self, prepared: PreparedCase) -> list[int]:
-        """Return for each axis the scored slice that is nearest to the middle of the labels."""
-        extent = sparse.extent(prepared.label)
-        slices = sparse.scored_slices(prepared.label, self.options)
-        pairs = zip(slices, extent, strict=True)
-        return [_nearest(indices, (low + high) // 2) for indices, (low, high) in pairs]
-
-
-def _nearest(indices: Iterable[int], middle: int) -> int:
-    return min(indices, key=lambda index: abs(index - middle), default=middle)
 
 
 @contextmanager
