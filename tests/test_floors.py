@@ -28,7 +28,7 @@ LAYERS = (
 LIBRARIES = {
     "hydra": {"config.compose", "config.hydra_errors", "cli"},
     "wandb": {"report.wandb_logger"},
-    "tensorboard": {"report.tensorboard_logger"},
+    "tensorboard": {"report.loggers"},
     "nibabel": {"data"},
     "nilearn": {"data.layouts.generated"},
     "monai": {"training.metrics", "data.augment"},

@@ -32,8 +32,7 @@ from unet3d.base.types import Table
 from unet3d.config import rules
 from unet3d.config.schema import Config, Wandb
 from unet3d.report import loggers, wandb_logger
-from unet3d.report.loggers import JsonLines, Loggers, TerminalLogger, open_loggers
-from unet3d.report.tensorboard_logger import TensorBoardLogger
+from unet3d.report.loggers import JsonLines, Loggers, TensorBoardLogger, TerminalLogger, open_loggers
 
 SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]
@@ -245,7 +244,7 @@ def test_a_logger_of_ones_own_neither_ends_the_run_nor_logs_nothing_unsaid(
 
 
 def test_a_logger_is_one_file_that_its_path_names(tmp_path: Path, capsys: Capture) -> None:
-    path = "unet3d.report.tensorboard_logger:TensorBoardLogger"
+    path = "unet3d.report.loggers:TensorBoardLogger"
     opened = open_loggers(Config(loggers=[path], wandb=Wandb(mode="disabled")), tmp_path)
     opened.scalars({"a": 1}, 1)
     opened.close(0)

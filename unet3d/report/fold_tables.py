@@ -6,6 +6,7 @@ With a paired test between two cross-validations of the same cases: Wilcoxon's s
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
@@ -140,13 +141,12 @@ def numbers_table(methods: Sequence[ComparedRun]) -> tuple[list[str], list[list[
     """Return the classes of all methods for programs, one row per method, class and score."""
     head = ["method", "class", "score", "cases", "mean", "sd", "lowest", "lowest_case", "highest", "highest_case"]
     rows: list[list[object]] = []
-    for method in methods:
-        for metric in METRICS:
-            for name, score in folds.scores(method, metric).items():
-                values = score.cases
-                ordered = _by_value(values)
-                row = [method.name, name or MEAN_OF_CLASSES, metric, len(values), score.pooled, score.pooled_sd]
-                rows.append([*row, values[ordered[0]], ordered[0], values[ordered[-1]], ordered[-1]])
+    for method, metric in product(methods, METRICS):
+        for name, score in folds.scores(method, metric).items():
+            values = score.cases
+            ordered = _by_value(values)
+            row = [method.name, name or MEAN_OF_CLASSES, metric, len(values), score.pooled, score.pooled_sd]
+            rows.append([*row, values[ordered[0]], ordered[0], values[ordered[-1]], ordered[-1]])
     return head, rows
 
 
@@ -159,9 +159,8 @@ def cases_table(methods: Sequence[ComparedRun]) -> tuple[list[str], list[list[ob
     for method in methods:
         for run in method.folds:
             for case in run.scores:
-                row: list[object] = [method.name, run.settings[FOLD], case.get("case")]
-                row += [case.get(key) if key == NOTE_KEY else as_number(case.get(key)) for key in keys]
-                rows.append(row)
+                numbers = [case.get(key) if key == NOTE_KEY else as_number(case.get(key)) for key in keys]
+                rows.append([method.name, run.settings[FOLD], case.get("case"), *numbers])
     return ["method", "fold", "case", *keys], rows
 
 
@@ -203,20 +202,11 @@ def _test(metric: str, name: str, first: Mapping[str, float], second: Mapping[st
 
         rank_sum = float(wilcoxon(differing, alternative="greater").statistic)
         p = float(wilcoxon(differing).pvalue)
+        p = p if isfinite(p) else None
         effect = 4 * rank_sum / (len(differing) * (len(differing) + 1)) - 1
-    return PairedTest(
-        metric,
-        name,
-        pairs=len(cases),
-        differing=len(differing),
-        first=fmean(first[case] for case in cases),
-        second=fmean(second[case] for case in cases),
-        mean_difference=fmean(differences),
-        median_difference=median(differences),
-        rank_sum=rank_sum,
-        p=p if p is not None and isfinite(p) else None,
-        effect=effect,
-    )
+    means = [fmean(first[case] for case in cases), fmean(second[case] for case in cases), fmean(differences)]
+    counts = (len(cases), len(differing))
+    return PairedTest(metric, name, *counts, *means, median(differences), rank_sum, p, effect)
 
 
 def paired_table(tests: Sequence[PairedTest]) -> Table:
@@ -226,9 +216,8 @@ def paired_table(tests: Sequence[PairedTest]) -> Table:
         values = (test.first, test.second, test.mean_difference, test.median_difference)
         row = [METRICS[test.metric][0], test.name or MEAN_OF_CLASSES, str(test.pairs), str(test.differing)]
         row += [shown(test.metric, value) for value in values]
-        row.append("" if test.rank_sum is None else f"{test.rank_sum:g}")
-        row.append("" if test.p is None else f"{test.p:.2g}")
-        row.append("" if test.effect is None else f"{test.effect:.2f}")
+        for number, form in ((test.rank_sum, "g"), (test.p, ".2g"), (test.effect, ".2f")):
+            row.append("" if number is None else format(number, form))
         rows.append(row)
     return Table(list(TEST_HEADS), rows)
 
@@ -236,11 +225,8 @@ def paired_table(tests: Sequence[PairedTest]) -> Table:
 def titled_tests(methods: Sequence[ComparedRun]) -> list[tuple[str, list[PairedTest]]]:
     """Return the tests of each other method against the first, with their titles."""
     first, *others = methods
-    titled = []
-    for second in others:
-        title = f"Paired test: {second.name} (second) against {first.name} (first)"
-        titled.append((title, paired_tests(first, second)))
-    return titled
+    title = "Paired test: {} (second) against {} (first)"
+    return [(title.format(second.name, first.name), paired_tests(first, second)) for second in others]
 
 
 def titled_tables(methods: Sequence[ComparedRun]) -> list[tuple[str, Table]]:

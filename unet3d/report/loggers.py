@@ -1,10 +1,10 @@
-"""Loggers of a run's numbers: metrics.jsonl, the terminal, and those that the config asks for."""
+"""Loggers of a run's numbers: metrics.jsonl, the terminal, TensorBoard, and others that the config asks for."""
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,10 @@ from rich.console import Console
 
 from unet3d.base.errors import escaped, is_disk_full, reason, warn
 from unet3d.base.progress import Counter, duration
+from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.report.wandb_logger import WandbLogger, wandb_mode
+from unet3d.run.run_folder import last_step, read_records
 
 Scalar = float | int | str | None
 PLAIN_LINES = 20  # of a run on the terminal, about
@@ -78,8 +80,6 @@ def open_loggers(config: Config, folder: Path) -> Loggers:
 
     loggers = [JsonLines(folder / "metrics.jsonl"), *wandb_loggers(config, folder)]
     if config.tensorboard:
-        from unet3d.report.tensorboard_logger import TensorBoardLogger
-
         loggers += _started("TensorBoard", TensorBoardLogger, config, folder)
     for path, make in zip(config.loggers, build.import_all(config)["loggers"], strict=True):
         loggers += _started(f"loggers=[{path}]", make, config, folder)
@@ -213,3 +213,44 @@ class TerminalLogger:
 
     def close(self, exit_code: int) -> None:
         self.bar.close()
+
+
+class TensorBoardLogger:
+    """Event files under `folder`/tensorboard: scalars, pictures, tables and the config as text.
+
+    A resumed run hides the steps that it repeats.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        done = last_step(read_records(folder / "metrics.jsonl")) or 0 if config.resume else None
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=None if done is None else done + 1)
+        if done is None:
+            self._writer.add_text("config", f"```yaml\n{compose.to_yaml(config)}```")
+
+    def scalars(self, values: Mapping[str, object], step: int) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+
+    def image(self, key: str, path: Path, step: int) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(path) as picture:
+            pixels = np.asarray(picture.convert("RGB"))
+        self._writer.add_image(key, pixels, step, dataformats="HWC")
+
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
+        lines = []
+        for row in (columns, ["---" for _ in columns], *rows):
+            cells = ["" if cell is None else str(cell) for cell in row]
+            lines.append(f"| {' | '.join(cells)} |")
+        self._writer.add_text(key, "\n".join(lines))
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        self.table("summary", ["key", "value"], list(values.items()))
+
+    def close(self, exit_code: int) -> None:
+        self._writer.close()
