@@ -204,7 +204,7 @@ def _test(metric: str, name: str, first: Mapping[str, float], second: Mapping[st
         p = float(wilcoxon(differing).pvalue)
         p = p if isfinite(p) else None
         effect = 4 * rank_sum / (len(differing) * (len(differing) + 1)) - 1
-    means = [fmean(first[case] for case in cases), fmean(second[case] for case in cases), fmean(differences)]
+    means = (fmean(first[case] for case in cases), fmean(second[case] for case in cases), fmean(differences))
     counts = (len(cases), len(differing))
     return PairedTest(metric, name, *counts, *means, median(differences), rank_sum, p, effect)
 

@@ -217,7 +217,5 @@ def without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 def is_path(value: object) -> bool:
     """Return whether a value is, or looks like, a path, or is a list with one."""
     if isinstance(value, list | tuple):
-        return any(is_path(item) for item in value)
-    if isinstance(value, os.PathLike):
-        return True
-    return isinstance(value, str) and ("/" in value or "\\" in value)
+        return any(map(is_path, value))
+    return isinstance(value, os.PathLike) or (isinstance(value, str) and ("/" in value or "\\" in value))

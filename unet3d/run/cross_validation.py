@@ -22,7 +22,6 @@ from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
 from unet3d.report import fold_tables
 from unet3d.report.compare import not_comparable
 from unet3d.report.compared_runs import ComparedRun
-from unet3d.report.scores import shown
 from unet3d.report.summary import METHODS, listed
 from unet3d.run.publish import publish
 from unet3d.run.record import read_run
@@ -96,7 +95,14 @@ def component_gains(folders: Sequence[Path]) -> list[Gain]:
         for fold, case in pairs:
             scores.append(_scores(fold, case))
             counter.advance()
-    return [_gain(number, name, scores) for number, name in enumerate(classes) if number]
+    gains = []
+    for number, name in enumerate(classes[1:], start=1):
+        before = [old.dice[number - 1] for old, _ in scores]
+        after = [new.dice[number - 1] for _, new in scores]
+        cases = sum(value is not None for value in before)
+        changed = sum(old != new for old, new in zip(before, after, strict=True))
+        gains.append(Gain(number, name, cases, changed, mean_of(before), mean_of(after)))
+    return gains
 
 
 def _scores(fold: Fold, case: Case) -> tuple[CaseScore, CaseScore]:
@@ -117,31 +123,13 @@ def _scores(fold: Fold, case: Case) -> tuple[CaseScore, CaseScore]:
     return before, score_case(case.id, cleaned, truth, count, spacing, dataset.ignore)
 
 
-def _gain(number: int, name: str, scores: Sequence[tuple[CaseScore, CaseScore]]) -> Gain:
-    index = number - 1
-    before = [old.dice[index] for old, _ in scores]
-    after = [new.dice[index] for _, new in scores]
-    return Gain(
-        number,
-        name,
-        cases=sum(value is not None for value in before),
-        changed=sum(old != new for old, new in zip(before, after, strict=True)),
-        before=mean_of(before),
-        after=mean_of(after),
-    )
-
-
 def gains_table(gains: Sequence[Gain]) -> Table:
     """Return one row per class as text."""
     rows = []
     for gain in gains:
-        means = [_shown(gain.before), _shown(gain.after)]
+        means = ["n/a" if mean is None else f"{mean:.{DIGITS}f}" for mean in (gain.before, gain.after)]
         rows.append([gain.name, str(gain.cases), str(gain.changed), *means, "yes" if gain.is_kept else "no"])
     return Table(list(HEADS), rows)
-
-
-def _shown(value: float | None) -> str:
-    return shown("dice", value) if value is None else f"{value:.{DIGITS}f}"
 
 
 def report(

@@ -157,7 +157,7 @@ def segmenter(
     `open_segmenter`, and UserError for a value out of the range that the option has.
     """
     arguments = {"mirror": mirror, "batch": batch, "overlap": overlap}
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     if overlap is not None and (isinstance(overlap, bool) or not isinstance(overlap, (int, float))):
         raise UserError(f"overlap={overlap}: give a number from 0 to 0.9, a share of the window")
     with _named_as(given):
@@ -238,7 +238,7 @@ class MeanOfLogits(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return mean logits N K D H W of images N C D H W."""
-        total: Tensor | int = 0
+        total: Any = 0
         for network in self.networks:
             logits = network(image)
             total = total + (logits.sigmoid() if self.has_regions else logits)

@@ -277,26 +277,19 @@ def peaks(memory: Mapping[str, Any]) -> dict[str, Any]:
 
 def json_object(text: str) -> dict[str, Any]:
     """Return a JSON object; {} for text that is empty, damaged, or nested without end."""
-    if not text:
-        return {}
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(value, dict) or not is_shallow(value, DEEPEST):
-        return {}
-    return value
+    return value if isinstance(value, dict) and is_shallow(value, DEEPEST) else {}
 
 
 def without_damaged(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of memory.json that have the shapes which tables and pictures read; unknown entries stay."""
     is_sound = {key: fits(values.get(key), shape) for key, shape in OTHERS.items()}
-    for kind in KINDS:
-        is_sound[kind] = _is_step(values.get(kind))
-    if is_sound["advice"]:
-        is_sound["advice"] = is_sound["predicted"] and _is_advice(values["advice"])
-    if not all(is_sound[kind] for kind in KINDS):
-        is_sound["error_bytes"] = False
+    is_sound |= {kind: _is_step(values.get(kind)) for kind in KINDS}
+    is_sound["advice"] = is_sound["advice"] and is_sound["predicted"] and _is_advice(values["advice"])
+    is_sound["error_bytes"] = is_sound["error_bytes"] and is_sound["measured"] and is_sound["predicted"]
     return {key: value for key, value in values.items() if is_sound.get(key, True)}
 
 
@@ -332,10 +325,9 @@ def sound(values: Any, node: Any = Config) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for name, value in values.items():
         kind = types.get(name, Any)
-        if is_dataclass(kind):
-            if isinstance(value, dict):
-                checked[name] = sound(value, kind)
-        elif _is_of(value, kind):
+        if is_dataclass(kind) and isinstance(value, dict):
+            checked[name] = sound(value, kind)
+        elif not is_dataclass(kind) and _is_of(value, kind):
             checked[name] = value
     return checked
 
@@ -386,14 +378,10 @@ def as_number(cell: Any) -> float | None:
         number = float(cell)
     except (TypeError, ValueError, OverflowError):
         return None
-    if LARGEST_NUMBER < abs(number) < math.inf:
-        return None
-    return number
+    return None if LARGEST_NUMBER < abs(number) < math.inf else number
 
 
 def finite(cell: Any) -> float | None:
     """Return the number in a cell or record if means can be taken of it; None for NaN and infinity."""
     number = as_number(cell)
-    if number is None or not math.isfinite(number):
-        return None
-    return number
+    return number if number is not None and math.isfinite(number) else None
