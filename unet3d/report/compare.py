@@ -127,16 +127,23 @@ def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any
 
 def print_comparison(runs: Sequence[ComparedRun]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
-    console = paper(NARROW)
     rows = folds.methods(runs)
     fields = _telling(rows)
-    console.print(narrow_tables(_title(runs), comparison_table(rows, fields), console.width))
+    titled = [(_title(runs), comparison_table(rows, fields))]
     by_folds = folds.table(rows, method_columns(rows))
     if by_folds.rows:
-        console.print(narrow_tables(folds.TITLE, by_folds, console.width))
+        titled.append((folds.TITLE, by_folds))
     lines = [*_failures(runs), *(f"not comparable: {line}" for line in not_comparable(runs))]
     if "error_bytes" in _known(rows) and "error_bytes" not in fields:
         lines.insert(0, "predicted minus measured: 0 bytes in each")
+    print_tables(titled, lines)
+
+
+def print_tables(titled: Sequence[tuple[str, Table]], lines: Sequence[str]) -> None:
+    """Print tables, then lines."""
+    console = paper(NARROW)
+    for title, table in titled:
+        console.print(narrow_tables(title, table, console.width))
     for line in lines:
         console.print(escaped(line), soft_wrap=True)
 

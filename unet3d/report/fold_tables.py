@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv, write_text
-from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table
 from unet3d.report import folds
 from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs, setting_columns, short
@@ -239,15 +238,6 @@ def titled_tables(methods: Sequence[ComparedRun]) -> list[tuple[str, Table]]:
         tables.append((f"Worst cases by mean Dice{of_method}", worst_table(method)))
     tables += [(title, paired_table(of_pair)) for title, of_pair in titled_tests(methods)]
     return tables
-
-
-def print_tables(titled: Titled, lines: Sequence[str]) -> None:
-    """Print tables, then lines."""
-    console = paper(NARROW)
-    for title, table in titled:
-        console.print(narrow_tables(title, table, console.width))
-    for line in lines:
-        console.print(escaped(line), soft_wrap=True)
 
 
 def write_tables(methods: Sequence[ComparedRun], titled: Titled, lines: Sequence[str], out: Path) -> Path:

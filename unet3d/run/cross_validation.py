@@ -20,7 +20,7 @@ from unet3d.data.labels import written_values
 from unet3d.data.restore import largest_components
 from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
 from unet3d.report import fold_tables
-from unet3d.report.compare import not_comparable
+from unet3d.report.compare import not_comparable, print_tables
 from unet3d.report.compared_runs import ComparedRun
 from unet3d.report.summary import METHODS, listed
 from unet3d.run.publish import publish
@@ -90,11 +90,7 @@ def component_gains(folders: Sequence[Path]) -> list[Gain]:
     if any(fold.dataset.classes != classes for fold in folds):
         raise UserError(f"{folders[0]}: the folds have different classes; compare those of one data set")
     pairs = [(fold, case) for fold in folds for case in fold.held_out]
-    scores = []
-    with progress.counting("removing components", len(pairs)) as counter:
-        for fold, case in pairs:
-            scores.append(_scores(fold, case))
-            counter.advance()
+    scores = [_scores(fold, case) for fold, case in progress.track(pairs, "removing components", len(pairs))]
     gains = []
     for number, name in enumerate(classes[1:], start=1):
         before = [old.dice[number - 1] for old, _ in scores]
@@ -165,7 +161,7 @@ def report(
     lines += [line for method in methods for line in fold_tables.problems(method)]
     runs = [run for method in methods for run in method.folds]
     lines += [f"not comparable: {line}" for line in not_comparable(runs)]
-    fold_tables.print_tables(tables, lines)
+    print_tables(tables, lines)
     written = []
     if out is not None:
         written.append(str(fold_tables.write_tables(methods, tables, lines, out)))

@@ -58,26 +58,24 @@ def evaluate(
     strips, which are then not computed again. With the options of a `loss`, each score has it. Of the classes `largest`
     only the largest component counts.
     """
-    with progress.counting(title, len(cases)) as counter:
-        for case in cases:
-            prepared = read(case)
-            label = prepared.label.numpy()
-            volume_loss = None
-            probabilities = predictor.strips(prepared.image, case.named)
-            if loss is not None and VolumeLoss.exists(loss):
-                outputs = classes if regions is None else len(regions.labels)
-                volume_loss = VolumeLoss(loss, outputs, regions)
-                probabilities = volume_loss.adding(probabilities, label)
-            strips = ArgmaxCollector(probabilities, regions)
-            if keep is not None:
-                keep(case, strips)
-            prediction = largest_components(strips.whole(), largest)
-            score = score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95, regions)
-            if volume_loss is not None:
-                score = score._replace(loss=volume_loss.value())
-            yield score
-            del prepared, probabilities, strips, prediction, label  # before the next case is read
-            counter.advance()
+    for case in progress.track(cases, title, len(cases)):
+        prepared = read(case)
+        label = prepared.label.numpy()
+        volume_loss = None
+        probabilities = predictor.strips(prepared.image, case.named)
+        if loss is not None and VolumeLoss.exists(loss):
+            outputs = classes if regions is None else len(regions.labels)
+            volume_loss = VolumeLoss(loss, outputs, regions)
+            probabilities = volume_loss.adding(probabilities, label)
+        strips = ArgmaxCollector(probabilities, regions)
+        if keep is not None:
+            keep(case, strips)
+        prediction = largest_components(strips.whole(), largest)
+        score = score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95, regions)
+        if volume_loss is not None:
+            score = score._replace(loss=volume_loss.value())
+        yield score
+        del prepared, probabilities, strips, prediction, label  # before the next case is read
 
 
 def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) -> CaseScore:
@@ -128,14 +126,11 @@ class Predictions:
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
         missing = [case for case in self.data.val if not self._path(case).exists()]
-        if missing:
-            with progress.counting("predicting cases", len(missing)) as counter:
-                for case in missing:
-                    image = self.data.read_val(case).image
-                    strips = ArgmaxCollector(predictor.strips(image, case.named), self.data.dataset.regions)
-                    self._add(case, strips)
-                    strips.whole()
-                    counter.advance()
+        for case in progress.track(missing, "predicting cases", len(missing)) if missing else ():
+            image = self.data.read_val(case).image
+            strips = ArgmaxCollector(predictor.strips(image, case.named), self.data.dataset.regions)
+            self._add(case, strips)
+            strips.whole()
         if has_own_grids(self.data, self.options):
             self._score()
         for role, (case, title) in self._shown().items():
@@ -161,11 +156,9 @@ class Predictions:
         """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
         path = self.folder / "scores.csv"
         scores = []
-        with progress.counting("scoring", len(self.data.val)) as counter:
-            for case in self.data.val:
-                prediction, _ = read_label_map(case, self._path(case), LabelValues.written(self._values))
-                scores.append(score_on_own_grid(case, prediction, self.data.dataset))
-                counter.advance()
+        for case in progress.track(self.data.val, "scoring", len(self.data.val)):
+            prediction, _ = read_label_map(case, self._path(case), LabelValues.written(self._values))
+            scores.append(score_on_own_grid(case, prediction, self.data.dataset))
         with _saving(path):
             write_text(path, both_csv_text(scores, self.data.dataset.classes, read_text(path)))
 
