@@ -64,7 +64,9 @@ class Segmenter:
         """
         volume = self._read(case)
         strips = self._strips(volume, case)
-        save_prediction(path, strips, case, self.spacing, scores, self.values, None, self.regions, self.largest)
+        save_prediction(
+            path, strips, case, self.spacing, scores, self.values, regions=self.regions, largest=self.largest
+        )
         return volume
 
     @property
@@ -170,8 +172,9 @@ def segmenter(
         if "overlap" in given and config.model.padding == "valid":
             warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
         predictor = _predictor(trained, config)
-    written = written_words(config.data, trained.classes)
-    if trained.regions is not None:
+    if trained.regions is None:
+        written = written_words(config.data, trained.classes)
+    else:
         written = region_words(config.data, trained.classes, trained.regions)
     return Segmenter(
         predictor,

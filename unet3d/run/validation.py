@@ -150,7 +150,9 @@ class Predictions:
         if not path.exists():
             with _saving(path):
                 files, regions = self.data.read.files, self.data.dataset.regions
-                save_prediction(path, strips, case, self.options.spacing, None, self._values, files, regions)
+                save_prediction(
+                    path, strips, case, self.options.spacing, values=self._values, files=files, regions=regions
+                )
 
     def _score(self) -> None:
         """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
