@@ -23,7 +23,7 @@ from unet3d.data.intensity import Seen, intensity_rules, needs_foreground, norma
 from unet3d.data.nifti import ValidationRules, problem
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, usable
-from unet3d.data.scan import CaseHeader, ImageFiles, read_grid
+from unet3d.data.scan import CaseHeader, ImageFiles
 from unet3d.data.sparse import SparseReader
 from unet3d.data.splits import absences, split
 from unet3d.data.twins import leaks, voxel_digests
@@ -69,13 +69,18 @@ def prepare_data(options: Data) -> PreparedData:
     train, val = split(dataset, options)
     cases = list(dict.fromkeys([*train, *val]))
     files = ImageFiles()
+    keeps = options.cache == "memory" or (options.cache == "disk" and cache.can_stay_mapped(len(cases)))
+    disk = None
+    if options.cache == "disk":
+        disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
     with files.kept_open():
         headers = ranks.on_rank0(lambda: sound_headers(dataset, cases, options, files, options.fingerprint))
         reader = CaseReader(
             dataset,
             options.spacing,
-            cache=_kept(options, len(cases)),
+            cache={} if keeps else None,
             rules=ValidationRules.of(options),
+            disk=disk,
             headers=headers,
             files=files,
         )
@@ -117,25 +122,32 @@ def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
     return frozenset[int]().union(*(read(case).labels for case in cases))
 
 
-def _kept(options: Data, cases: int) -> dict[str, PreparedCase] | None:
-    """Return where a reader keeps what it has prepared or mapped; None if it keeps nothing."""
-    keeps = options.cache == "memory" or (options.cache == "disk" and cache.can_stay_mapped(cases))
-    return {} if keeps else None
-
-
 def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequence[Case]) -> None:
-    """Choose the normalisation, and read the cases that are kept. Raises UserError."""
+    """Choose the normalisation, for CT by the training cases, and read the cases that are kept.
+
+    What memory keeps is read once, and normalised in place. Raises UserError that lists all cases that cannot be used.
+    """
     training_maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
     maps = dict.fromkeys(val, 1) | dict.fromkeys(train, training_maps)
     cases = list(dict.fromkeys([*train, *val]))
+    channels = reader.dataset.channels
+    measured = {*train} if needs_foreground(options.intensity, channels) else set[Case]()
+    samples = dict[Case, np.ndarray]()
     if options.cache == "memory":
         _refuse_more_than_memory(reader, maps)
-        _fit_and_preload(reader, options.intensity, train, cases)
-        return
-    if options.cache == "disk":
-        reader.disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
-    _fit_intensity(reader, options.intensity, train)
-    if reader.disk is not None:
+        assert reader.cache is not None
+        for case, volume in usable(cases, "reading cases", reader.read_volume):
+            reader.cache[case.id] = reader.as_case(volume)
+            if case in measured:
+                samples[case] = reader.foreground_of(volume)
+    elif measured:
+        is_shared = reader.disk is not None
+        samples.update(usable(train, "measuring intensities", reader.foreground, at_random=is_shared))
+    reader.intensity = intensity_rules(options.intensity, channels, [samples[case] for case in train if samples])
+    if options.cache == "memory":
+        for prepared in (reader.cache or {}).values():
+            normalise_in_place(prepared.image.numpy(), reader.intensity)
+    elif reader.disk is not None:
         _refuse_more_than_disk(reader, reader.disk, maps)
         for _ in usable(cases, "reading cases", reader, at_random=True):
             pass
@@ -167,45 +179,9 @@ def _refuse_more_than_disk(reader: CaseReader, disk: cache.DiskCache, maps: Mapp
 
 def _bytes(reader: CaseReader, case: Case, maps: int) -> int:
     """Return the bytes of a prepared case with this number of label maps."""
-    header = reader.headers.get(case.id)
-    grid = header.target if header is not None else None
-    if grid is None:
-        grid = read_grid(case, reader.spacing)
+    grid = reader.headers[case.id].target
+    assert grid is not None, case.id
     return prod(grid.shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * maps)
-
-
-def _fit_intensity(reader: CaseReader, choice: str, train: Sequence[Case]) -> None:
-    """Choose the normalisation, for CT by the training cases, which are read for it."""
-    channels = reader.dataset.channels
-    samples = usable(train, "measuring intensities", reader.foreground, at_random=reader.disk is not None)
-    if reader.disk is not None and needs_foreground(choice, channels):
-        for _ in samples:  # in any order, and then in that of the cases
-            pass
-        samples = map(reader.foreground, train)
-    reader.intensity = intensity_rules(choice, channels, samples)
-
-
-def _fit_and_preload(reader: CaseReader, choice: str, train: Sequence[Case], cases: Sequence[Case]) -> None:
-    """Read each of `cases` once into memory, choose the normalisation, for CT by `train`, and apply it in place.
-
-    Raises UserError that lists all cases that cannot be used.
-    """
-    assert reader.cache is not None
-    channels = reader.dataset.channels
-    measured = {case.id for case in train} if needs_foreground(choice, channels) else set[str]()
-    samples = dict[str, np.ndarray]()
-    if not measured:
-        reader.intensity = intensity_rules(choice, channels, ())
-    for volume in usable(cases, "reading cases", reader.read_volume):
-        if volume.case_id in measured:
-            samples[volume.case_id] = reader.foreground_of(volume)
-        if reader.intensity:
-            normalise_in_place(volume.image, reader.intensity)
-        reader.cache[volume.case_id] = reader.as_case(volume)
-    if measured:
-        reader.intensity = intensity_rules(choice, channels, (samples[case.id] for case in train))
-        for case in cases:
-            normalise_in_place(reader.cache[case.id].image.numpy(), reader.intensity)
 
 
 def _measure(reader: CaseReader, train: Sequence[Case]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, listed
-from unet3d.data.cache import CASE, Arrays, DiskCache, fit_case, key_of, label_arrays, labels_of
+from unet3d.data.cache import CASE, Arrays, DiskCache, Fits, fit_case, key_of, label_arrays, labels_of
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise_in_place
 from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
@@ -57,23 +57,19 @@ class CaseReader:
 
     def digest(self, case: Case) -> bytes:
         """Return the digest of the prepared image, by which twins are found."""
-        if self.disk is not None:
-            return self._arrays(case)["digest"].tobytes()
-        return _digest(self(case))
+        return _digest(self(case)) if self.disk is None else self._arrays(case)["digest"].tobytes()
 
     def foreground(self, case: Case) -> np.ndarray:
         """Return foreground voxels (C, n) of a case, not normalised; from `disk` where there is one."""
-        if self.disk is None:
-            return self.foreground_of(self.read_volume(case))
 
         def make() -> Arrays:
-            voxels = self.foreground_of(self.read_volume(case))
-            self._refuse_changed(case)
-            return {"voxels": voxels}
+            return {"voxels": self.foreground_of(self.read_volume(case))}
 
+        if self.disk is None:
+            return make()["voxels"]
         channels = len(self.dataset.channels)
         key = self.key(case, "foreground")
-        return self.disk.read(key, ("voxels",), make, lambda arrays: len(arrays["voxels"]) == channels)["voxels"]
+        return self._on_disk(case, key, ("voxels",), make, lambda found: len(found["voxels"]) == channels)["voxels"]
 
     def foreground_of(self, volume: Volume) -> np.ndarray:
         """Return foreground voxels (C, n) of a volume."""
@@ -83,15 +79,11 @@ class CaseReader:
     def key(self, case: Case, *about: object) -> str:
         """Return the name on disk of what is prepared from this case by the reader's options, and `about`."""
         hashes = list[object]()
-        for kind in ("images", "labels"):
-            of_files = self.headers[case.id].hashes[kind]
+        for of_files in self.headers[case.id].hashes.values():
             hashes.append(of_files["full"] or [of_files["sample"], of_files["times"]])
-        options: tuple = (self.dataset.label_count, self.dataset.ignore, self.spacing, self.rules)
-        if self.dataset.relabel is not None:
-            options += (sorted(self.dataset.relabel.items()),)
-        if case.affine in ("qform", "pixdim"):  # others read what is first
-            options += (case.affine,)
-        return key_of(hashes, options, [asdict(rule) for rule in self.intensity], about)
+        relabel = sorted((self.dataset.relabel or {}).items())
+        labels = (self.dataset.label_count, self.dataset.ignore, relabel)
+        return key_of(hashes, labels, self.spacing, self.rules, case.affine, [*map(asdict, self.intensity)], about)
 
     def _warn(self, case: Case, nonfinite_voxels: int) -> None:
         if nonfinite_voxels and case.id not in self.warned_cases:
@@ -99,10 +91,7 @@ class CaseReader:
             print(f"warning: {case.id}: {replacement(nonfinite_voxels)}", file=sys.stderr)
 
     def _prepare(self, case: Case) -> PreparedCase:
-        return self._prepared(self.read_volume(case))
-
-    def _prepared(self, volume: Volume) -> PreparedCase:
-        """Return a volume as a training case, its image normalised in place."""
+        volume = self.read_volume(case)
         normalise_in_place(volume.image, self.intensity)
         return self.as_case(volume)
 
@@ -116,37 +105,46 @@ class CaseReader:
 
     def _arrays(self, case: Case) -> Arrays:
         """Return the prepared case as arrays on disk. Raises UserError."""
-        assert self.disk is not None
 
         def make() -> Arrays:
             volume = self.read_volume(case)
-            prepared = self._prepared(volume)
-            self._refuse_changed(case)
+            normalise_in_place(volume.image, self.intensity)
+            prepared = self.as_case(volume)
             return {
-                "image": prepared.image.numpy(),
+                "image": volume.image,
                 **label_arrays(prepared),
-                "spacing": np.array(prepared.spacing),
+                "spacing": np.array(volume.spacing),
                 "replaced": np.array(volume.nonfinite_voxels),
                 "digest": np.frombuffer(_digest(prepared), np.uint8),
             }
 
         channels = len(self.dataset.channels)
-        return self.disk.read(self.key(case), CASE, make, lambda arrays: fit_case(arrays, channels))
+        return self._on_disk(case, self.key(case), CASE, make, lambda arrays: fit_case(arrays, channels))
 
-    def _refuse_changed(self, case: Case) -> None:
-        """Raise UserError where the files are not those any more whose hashes name what is written."""
-        now = sampled_hashes(case)
-        before = self.headers[case.id].hashes
-        if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
-            raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
+    def _on_disk(
+        self, case: Case, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Fits
+    ) -> dict[str, np.ndarray]:
+        """Return what `disk` holds of a case, or what `make` makes of its files, if they stay. Raises UserError."""
+        assert self.disk is not None
+
+        def made() -> Arrays:
+            arrays = make()
+            now, before = sampled_hashes(case), self.headers[case.id].hashes
+            if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
+                raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
+            return arrays
+
+        return self.disk.read(key, names, made, fits)
 
 
 def _digest(case: PreparedCase) -> bytes:
     return image_digest(map(channel_digest, case.image.numpy()))
 
 
-def usable(cases: Sequence[Case], what: str, read: Callable[[Case], T], at_random: bool = False) -> Iterator[T]:
-    """Yield each case read. Raises UserError at the end that lists all cases that cannot be used.
+def usable(
+    cases: Sequence[Case], what: str, read: Callable[[Case], T], at_random: bool = False
+) -> Iterator[tuple[Case, T]]:
+    """Yield each case, and what is read of it. Raises UserError at the end that lists all that cannot be used.
 
     `at_random`: in another order than other processes, which may read and write them on disk, too.
     """
@@ -158,6 +156,6 @@ def usable(cases: Sequence[Case], what: str, read: Callable[[Case], T], at_rando
         except UserError as error:
             problems.append(error)
         else:
-            yield result
+            yield case, result
     if problems:
         raise UserError("\n".join(listed(messages(problems))))

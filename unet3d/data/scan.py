@@ -119,11 +119,11 @@ class ImageFiles:
         return OpenFile(image, stream)
 
 
-def sampled_blocks(stream: IO[bytes], size: int) -> Iterator[bytes]:
-    """Yield BLOCKS blocks, evenly spread over the first `size` bytes of an open file."""
-    for start in np.linspace(0, max(size - BLOCK, 0), BLOCKS, dtype=int):
-        stream.seek(start)
-        yield stream.read(min(BLOCK, size))
+def sampled_blocks(stream: IO[bytes], size: int, start: int = 0) -> Iterator[bytes]:
+    """Yield BLOCKS blocks, evenly spread over an open file of this size, from byte `start` on."""
+    for place in np.linspace(start, max(size - BLOCK, start), BLOCKS, dtype=int):
+        stream.seek(place)
+        yield stream.read(BLOCK)
 
 
 class FileHasher:

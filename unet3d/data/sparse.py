@@ -1,5 +1,6 @@
 """Sparse annotation: labels of some slices are learned, of others scored (Cicek et al. 2016)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
-from unet3d.data.cache import LABELS, Arrays, fit_labels, label_arrays, labels_of
+from unet3d.data.cache import LABELS, fit_labels, label_arrays, labels_of
 from unet3d.data.cases import Case
 from unet3d.data.patches import PreparedCase, cached, foreground
 from unet3d.data.preprocess import CaseReader
@@ -31,16 +32,17 @@ class SparseReader:
 
     def _make(self, case: Case) -> PreparedCase:
         dense = self.read(case)
-        if self.read.disk is None:
+        disk = self.read.disk
+        if disk is None:
             return self._masked(dense)
-
-        def fits(arrays: Arrays) -> bool:
-            return fit_labels(arrays, tuple(dense.label.shape))
-
         options = self.options
         slices = (options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored)
-        key = self.read.key(case, *slices)
-        arrays = self.read.disk.read(key, LABELS, lambda: label_arrays(self._masked(dense)), fits)
+        arrays = disk.read(
+            self.read.key(case, *slices),
+            LABELS,
+            lambda: label_arrays(self._masked(dense)),
+            lambda found: fit_labels(found, tuple(dense.label.shape)),
+        )
         label, voxels = labels_of(arrays)
         return replace(dense, label=label, foreground=voxels)
 
@@ -48,8 +50,7 @@ class SparseReader:
         """Return the case without the labels of other slices. Raises UserError if none is left."""
         options = self.options
         find_mask = scored_mask if self.scored else learned_mask
-        mask = find_mask(dense.label, options)
-        label = dense.label.masked_fill(~mask, IGNORE)
+        label = dense.label.masked_fill(~find_mask(dense.label, options), IGNORE)
         if (label == IGNORE).all():
             purpose = "scored" if self.scored else "learned"
             remedy = "choose other numbers in data.sparse"
@@ -66,41 +67,36 @@ def learned_mask(label: Tensor, options: Data) -> Tensor:
 
 def scored_mask(label: Tensor, options: Data) -> Tensor:
     """Return which voxels are scored, bool X Y Z: scored slices, but where a learned slice crosses."""
-    scored = planes(label.shape, scored_slices(label, options))
-    learned = learned_mask(label, options)
-    return scored & ~learned
+    return planes(label.shape, scored_slices(label, options)) & ~learned_mask(label, options)
 
 
 def learned_slices(label: Tensor, options: Data) -> Slices:
-    """Return the slices of `options.sparse`, without the part of `options.sparse_fold`."""
-    slices = Slices()
-    for axis in _parts(label, options):
-        slices.append([index for index, part in axis if part != options.sparse_fold])
-    return slices
+    """Return the slices of `options.sparse`, without the part of `options.sparse_fold`.
+
+    Neighbours belong to different parts.
+    """
+    assert options.sparse is not None
+    slices = _spread(label, options.sparse, 0.5, 0)
+    if options.sparse_fold is None:
+        return slices
+    return [[n for k, n in enumerate(axis) if k % options.sparse_folds != options.sparse_fold] for axis in slices]
 
 
 def scored_slices(label: Tensor, options: Data) -> Slices:
     """Return the slices of the part `options.sparse_fold`, or else of `options.scored`."""
+    if options.sparse_fold is None:
+        return _spread(label, options.scored, 1, 1)
+    assert options.sparse is not None
+    return [axis[options.sparse_fold :: options.sparse_folds] for axis in _spread(label, options.sparse, 0.5, 0)]
+
+
+def _spread(label: Tensor, counts: Sequence[int], first: float, more: int) -> Slices:
+    """Return slices across each axis of the foreground, so many, at shares (k + first) / (count + more) of it."""
     slices = Slices()
-    if options.sparse_fold is not None:
-        for axis in _parts(label, options):
-            slices.append([index for index, part in axis if part == options.sparse_fold])
-        return slices
-    for (low, high), count in zip(extent(label), options.scored, strict=True):
-        shares = [(k + 1) / (count + 1) for k in range(count)]
+    for (low, high), count in zip(extent(label), counts, strict=True):
+        shares = [(k + first) / (count + more) for k in range(count)]
         slices.append([round(low + share * (high - low)) for share in shares])
     return slices
-
-
-def _parts(label: Tensor, options: Data) -> list[list[tuple[int, int]]]:
-    """Return (slice, the part that it belongs to) along each axis; neighbours belong to different parts."""
-    assert options.sparse is not None
-    parts = list[list[tuple[int, int]]]()
-    for (low, high), count in zip(extent(label), options.sparse, strict=True):
-        shares = [(k + 0.5) / count for k in range(count)]
-        slices = [round(low + share * (high - low)) for share in shares]
-        parts.append([(index, k % options.sparse_folds) for k, index in enumerate(slices)])
-    return parts
 
 
 def extent(label: Tensor) -> list[tuple[int, int]]:
