@@ -377,7 +377,7 @@ def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Pa
 
 @promise("data sets", "a case whose label ...")
 @promise("Data", "case ids that no ...")
-@without("unet3d.data.file_names.MAX_NAME", 10**6)
+@without("unet3d.data.cases.MAX_NAME", 10**6)
 def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
     for length in (240, 248, 249, 250):
         nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{'a' * length}.nii")

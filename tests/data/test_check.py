@@ -331,7 +331,7 @@ def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
     "one warning with both, the one that is taken and the number of files, in `check-data`, `train`, `plan`, "
     "`score`, `predict` and `segment`; none where `data.affine` decides",
 )
-@without("unet3d.data.forms.SAME_SIZE", 10.0)
+@without("unet3d.data.nifti.SAME_SIZE", 10.0)
 def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,7 +167,7 @@ def all_finite(values: np.ndarray) -> np.ndarray:
 @promise("data sets", "a header that claims more than the file can hold is refused before memory is taken")
 @promise("Data", "4D and 2D images ...")
 @promise("Data", "an affine that is NaN, singular or too large; voxel sizes of 0", "refused")
-@without("unet3d.data.forms.LARGEST", np.inf, only="far")
+@without("unet3d.data.nifti.LARGEST", np.inf, only="far")
 @without("numpy.isfinite", all_finite, only="nan size")
 @pytest.mark.parametrize(("fault", "parts"), FAULTS.values(), ids=FAULTS)
 def test_a_bad_header_is_refused_with_case_and_path(tmp_path: Path, fault: Callable, parts: list[str]) -> None:

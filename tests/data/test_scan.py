@@ -92,11 +92,10 @@ def test_a_file_that_is_replaced_after_the_scan_is_read_as_it_was_scanned(tmp_pa
     one = case(tmp_path, image(), label())
     dataset_files = ImageFiles()
     with dataset_files.kept_open():
-        with dataset_files.scanned(one, one.images[0]):
+        with dataset_files.opened(one, one.images[0], keep=True):
             pass
         one.images[0].rename(tmp_path / "moved.nii.gz")
         case(tmp_path, image(seed=9), label())
-        with dataset_files.opened(one) as opened:
-            file = opened[one.images[0]]
+        with dataset_files.opened(one, one.images[0]) as file:
             assert np.array_equal(nifti.read_array("a", one.images[0], file.image, file.stream), image())
     assert file.stream.closed

@@ -180,7 +180,7 @@ def write_array(file: IO[bytes], array: np.ndarray) -> None:
     """Write an array at the end of a file, behind its shape."""
     shape = np.array(array.shape, np.int64).tobytes()
     file.write(shape.ljust(ALIGNMENT, b"\0"))
-    file.write(array)
+    file.write(array.data)
     file.write(bytes(-array.nbytes % ALIGNMENT))
 
 
@@ -191,7 +191,8 @@ def _mapped(file: IO[bytes], names: tuple[str, ...]) -> dict[str, np.ndarray]:
     place = 2 * DIGEST
     for name in names:
         kind, axes = KINDS[name]
-        shape = np.ndarray(axes, np.int64, content, place).tolist()
+        file.seek(place)  # not by the map, which would keep what is around a shape in memory
+        shape = np.frombuffer(file.read(ALIGNMENT), np.int64, axes)
         arrays[name] = np.ndarray(shape, kind, content, place + ALIGNMENT)
         size = arrays[name].nbytes
         place += ALIGNMENT + size + -size % ALIGNMENT

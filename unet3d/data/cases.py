@@ -1,20 +1,25 @@
-"""A data set on disk as one typed `DatasetInfo`, whatever its layout: names and JSON, no voxels."""
+"""A data set on disk as one typed `DatasetInfo`, whatever its layout: names of files and JSON, no voxels."""
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from textwrap import shorten
 from typing import NamedTuple
 
 from unet3d.base.errors import UserError
+from unet3d.base.files import OTHER_ENDINGS
 from unet3d.base.types import Regions
 from unet3d.config.schema import LAYOUTS, Data
-from unet3d.data.dataset_json import is_plain, leaves
-from unet3d.data.file_names import left_out, other_volumes, refuse_long
+from unet3d.data import nifti
 from unet3d.data.labels import NamedRegions, Relabel, as_classes, class_names, refuse_odd_names, relabelling
+from unet3d.data.texts import is_plain, leaves, shown_names
 
 WARNING = "warning: "  # a run starts despite lines that begin so
-MAX_NAMES = 2_000  # letters of names in a line
+MAX_NAME = 255  # bytes of a file's name
+MAX_OTHERS_LISTED = 300  # letters of the names of volumes that are not read
+NAME_SHOWN = 40  # letters of a name that is too long
 
 
 class Case(NamedTuple):
@@ -53,8 +58,7 @@ class DatasetInfo(NamedTuple):
     classes: tuple[str, ...] = ()
     relabel: Relabel = None
     regions: Regions | None = None
-    wrong_labels: str = ""
-    options_of_labels: tuple[str, ...] = ()  # that make classes of wrong labels
+    wrong_labels: UserError | None = None
     announced: int | None = None  # cases, by dataset.json's numTraining
     left_out: tuple[str, ...] = ()  # sentences on files that are not read, or named otherwise than dataset.json says
 
@@ -88,9 +92,13 @@ def layout(
 
 def read_dataset(data: Data) -> DatasetInfo:
     """Return the data set that `data` describes; what is generated is made if absent. Raises UserError."""
-    dataset = dataset_to_check(data)
-    if dataset.wrong_labels:
-        raise UserError(dataset.wrong_labels)
+    return sound(dataset_to_check(data))
+
+
+def sound(dataset: DatasetInfo) -> DatasetInfo:
+    """Return the data set. Raises UserError where its labels make no classes."""
+    if dataset.wrong_labels is not None:
+        raise dataset.wrong_labels
     return dataset
 
 
@@ -108,7 +116,7 @@ def dataset_to_check(data: Data) -> DatasetInfo:
         return dataset
     cases = tuple(case._replace(affine=data.affine) for case in dataset.cases)
     files = [path for case in cases for path in case.files]
-    notes = left_out(files, is_list=facts.get("lists_files", False))
+    notes = _left_out(files, is_list=facts.get("lists_files", False))
     return dataset._replace(cases=cases, left_out=(*dataset.left_out, *notes))
 
 
@@ -129,8 +137,7 @@ def with_classes(
         region_names, of_classes = as_classes(regions, classes, relabel, where)
         return dataset._replace(classes=region_names, relabel=relabel, regions=of_classes)
     except UserError as error:
-        options: tuple[str, ...] = getattr(error, "options", ())
-        return dataset._replace(wrong_labels=str(error), options_of_labels=options)
+        return dataset._replace(wrong_labels=error)
 
 
 def inside(cases: tuple[Case, ...], roots: Sequence[Path], allow_outside: bool) -> tuple[Case, ...]:
@@ -161,6 +168,96 @@ def sorted_cases(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     return tuple(by_id[case_id] for case_id in sorted(by_id))
 
 
-def shown_names(names: Sequence[str]) -> str:
-    """Return names in one line of a bounded length."""
-    return shorten(", ".join(names), MAX_NAMES, placeholder=" ...")
+def volumes_in(folder: Path) -> list[Path]:
+    """Return the NIfTI files of a folder by name. Raises UserError where there is no folder."""
+    if not folder.is_dir():
+        what = f"no such folder{backslashes(folder)}"
+        raise UserError(f"{folder}: {what}; check data.root, data/README.md shows the layouts")
+    return [path for path in _visible(folder) if nifti.ending(path)]
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Return what a folder holds by name, but hidden files: a Mac's archives hold a `._name.nii.gz` for each volume."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def other_volumes(folders: Iterable[Path]) -> str:
+    """Return which volumes of formats that are not read lie in these folders, with what helps; "" for none."""
+    by_ending = dict[str, list[Path]]()
+    for folder in dict.fromkeys(folders):
+        with suppress(OSError):
+            for path in _visible(folder):
+                found = OTHER_ENDINGS.search(path.name)
+                if found is not None:
+                    by_ending.setdefault(found.group().lower(), []).append(path)
+    images = {path.stem for path in by_ending.get(".img", ())}
+    if images and images == {path.stem for path in by_ending.get(".hdr", ())}:
+        del by_ending[".img"]
+        pairs = ".hdr/.img pair" if len(images) == 1 else ".hdr/.img pairs"
+        by_ending[pairs] = by_ending.pop(".hdr")
+    kinds = [f"{len(found):,} {kind} ({shown_names(found, MAX_OTHERS_LISTED)})" for kind, found in by_ending.items()]
+    return f"volumes of other formats are not read: {', '.join(kinds)}; convert them to .nii.gz" if kinds else ""
+
+
+def _left_out(used: Iterable[Path], is_list: bool) -> Iterator[str]:
+    """Yield sentences on other volumes in the folders of these files: NIfTI, unless the used are a list, and others."""
+    files = dict.fromkeys(used)
+    folders = dict.fromkeys(path.parent for path in files)
+    others = list[Path]()
+    for folder in () if is_list else folders:
+        with suppress(OSError):
+            others += [path for path in volumes_in(folder) if path not in files]
+    if others:
+        yield f"NIfTI files of no case are not read: {len(others):,} ({shown_names(others, MAX_OTHERS_LISTED)})"
+    unread = other_volumes(folders)
+    if unread:
+        yield unread
+
+
+def backslashes(name: object) -> str:
+    """Return what is wrong with a path as Windows writes it, where no file has that name; "" for another path."""
+    return ": backslashes are letters of a name, write / between folders" if "\\" in str(name) else ""
+
+
+def by_stem(files: Iterable[Path]) -> dict[str, Path]:
+    """Return files by their names without .nii and .nii.gz. Raises UserError where two share one."""
+    by_name = dict[str, Path]()
+    for path in files:
+        name = nifti.stem(path)
+        if name in by_name:
+            names = f"{by_name[name].name} and {path.name}"
+            raise UserError(f"{path.parent}: {names} are two files of one name, {name}; remove or rename one")
+        by_name[name] = path
+    return by_name
+
+
+def in_order(name: str, files: Sequence[Path], count: int = 0) -> tuple[Path, ...]:
+    """Return one case's channels by their numbers, which must be 0000, 0001 and so on, `count` or more.
+
+    Raises UserError.
+    """
+    ordered = sorted(files, key=lambda file: file.name)
+    if len({file.parent for file in files}) == 1:
+        by_stem(ordered)
+    stems = [nifti.stem(file) for file in ordered]
+    wanted = [f"{name}_{channel:04d}" for channel in range(max(count, len(stems)))]
+    holds_all = len(stems) == 1 and stems[0] not in wanted
+    if stems == wanted or holds_all:
+        return tuple(ordered)
+    absent = ordered[0].with_name(next(stem for stem in wanted if stem not in stems))
+    present = shown_names(ordered)
+    what = f"{absent} is missing beside {present}"
+    raise UserError(f"{name}: {what}; a case's channels are called {name}_0000, {name}_0001 and so on")
+
+
+def refuse_long(where: object, name: str) -> None:
+    """Raise UserError where the label map of this case could not be written under its name."""
+    if len(os.fsencode(f"{name}.nii.gz")) > MAX_NAME:
+        what = f"the name of its label map, with .nii.gz, would have more than {MAX_NAME} bytes"
+        start = f"{name[:NAME_SHOWN]}..., a name of {len(name)} letters"
+        raise UserError(f"{where}: {start}: {what}; rename the case's files")
+
+
+def without_channel(stem: str) -> str:
+    """Return a case's name from its channel's: `case_0001` is `case`."""
+    return re.sub(r"_\d{4}$", "", stem)

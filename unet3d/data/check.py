@@ -16,13 +16,13 @@ from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Data, Model
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
-from unet3d.data.forms import in_one_line
+from unet3d.data.cases import WARNING, Case, DatasetInfo
 from unet3d.data.grids import Grid
 from unet3d.data.labels import likely_ignored, misread, options_for
-from unet3d.data.nifti import ValidationRules
-from unet3d.data.scan import CaseHeader, ImageFiles, oddities, placed_apart, read_grid, scan_case
+from unet3d.data.nifti import ValidationRules, in_one_line, two_places
+from unet3d.data.scan import CaseHeader, ImageFiles, oddities, read_grid, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
+from unet3d.data.texts import shown_names
 from unet3d.data.twins import channel_digest, image_digest, leaks
 from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_label_map
 from unet3d.model import geometry
@@ -37,14 +37,7 @@ class Content(NamedTuple):
     digest: bytes
     labels: frozenset[int]
     kept: frozenset[int]
-
-
-class CaseContent(NamedTuple):
-    """The content of a case if all of it could be read, the problems of its voxels, and that of its labels."""
-
-    content: Content | None
-    lines: list[str]
-    unknown: UnknownLabels | None
+    warnings: list[str]
 
 
 class DatasetCheck(NamedTuple):
@@ -65,7 +58,7 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> Data
     """
     headers = dict[str, CaseHeader]()
     contents = dict[str, Content]()
-    lines = [dataset.wrong_labels] if dataset.wrong_labels else []
+    lines = [] if dataset.wrong_labels is None else [str(dataset.wrong_labels)]
     unknown = list[UnknownLabels]()
     places = list[str]()
     for case in progress.track(cases, "checking cases", len(cases)):
@@ -73,16 +66,22 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> Data
         with files.kept_open():
             headers[case.id] = scan_case(dataset, case, data, files)
             lines += headers[case.id].lines
-            lines += _oddities_of_case(case, files)
-            places += placed_apart(case, files)
+            if case.label is None:
+                what = "has no label map; it is neither learned from nor scored"
+                lines.append(f"{WARNING}{case.id}: {case.images[0]}: {what}")
+            for path, image in files.headers.items():
+                lines += [f"{WARNING}{case.id}: {path}: {oddity}" for oddity in oddities(image, case.affine)]
+                apart = two_places(image.header, case.affine)
+                places += [f"{WARNING}{case.id}: {path}: {apart}"] if apart else []
             found = _read_content(dataset, case, files, data)
-        lines += found.lines
-        if found.unknown is not None:
-            unknown.append(found.unknown)
-        if found.content is not None:
-            contents[case.id] = found.content
+        if isinstance(found, Content):
+            contents[case.id] = found
+            lines += found.warnings
+            continue
+        lines += map(str, found)
+        unknown += [error for error in found if isinstance(error, UnknownLabels)]
     lines += [*_warnings_of_sizes(headers), *in_one_line(places)]
-    options = dataset.options_of_labels
+    options: tuple[str, ...] = getattr(dataset.wrong_labels, "options", ())
     if unknown:
         options = _with_label_map(dataset, lines, unknown, contents)
     if dataset.announced not in (None, len(dataset.cases)):
@@ -162,52 +161,38 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         yield from _absences_in_files(dataset, data, train, val, contents)
 
 
-def _oddities_of_case(case: Case, files: ImageFiles) -> Iterator[str]:
-    """Yield warnings of what may be right in a case but often is not."""
-    if case.label is None:
-        what = "has no label map; it is neither learned from nor scored"
-        yield f"{WARNING}{case.id}: {case.images[0]}: {what}"
-    for path, image in files.headers.items():
-        for oddity in oddities(image, case.affine):
-            yield f"{WARNING}{case.id}: {path}: {oddity}"
-
-
-def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> CaseContent:
-    """Read the voxels of those files of a case that have a sound header."""
-    errors = list[str]()
+def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> Content | list[UserError | str]:
+    """Return the content of a case; where it is not sound, what is wrong with those files that have a sound header."""
+    errors = list[UserError | str]()
     warnings = list[str]()
-    unknown = None
     labels = frozenset[int]()
     kept = frozenset[int]()
     channels = list[bytes]()  # their digests
+    rules = ValidationRules.of(data)
     values = LabelValues.of_files(dataset)
     if not dataset.label_count:  # no class is known, so that any label will do
         values = values._replace(classes=MAX_LABEL + 1)
     paths = [path for path in case.files if path in files.headers]
     for path in paths:
         try:
-            with files.reopened(case, path) as file:
+            with files.opened(case, path) as file:
                 if path == case.label:
                     label, header = read_label_map(case, path, values, file)
                     labels = kept = _occurring(label)
                     if data.spacing is not None:
                         kept = _occurring(on_network_grid(label, case, header, data.spacing, dataset.ignore))
-                else:
-                    rules = ValidationRules.of(data)
-                    voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
-                    channels += map(channel_digest, voxels)
-                    if nonfinite:
-                        warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
-        except UnknownLabels as error:
-            errors.append(str(error))
-            unknown = error
+                    continue
+                voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
+            channels += map(channel_digest, voxels)
+            if nonfinite:
+                warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
         except UserError as error:
-            errors.append(str(error))
+            errors.append(error)
     if errors or len(paths) < len(case.files):
-        return CaseContent(None, [*errors, *warnings], unknown)
+        return [*errors, *warnings]
     if case.label is not None and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return CaseContent(Content(image_digest(channels), labels, kept), warnings, unknown)
+    return Content(image_digest(channels), labels, kept, warnings)
 
 
 def _occurring(label: np.ndarray) -> frozenset[int]:

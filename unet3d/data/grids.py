@@ -15,8 +15,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import THRESHOLD
 from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.forms import FORMS, affine_if_sound
-from unet3d.data.nifti import ValidationRules, problem
+from unet3d.data.nifti import FORMS, ValidationRules, affine_if_sound, problem
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative

@@ -12,8 +12,7 @@ import numpy as np
 
 from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
-from unet3d.data.forms import LARGEST, SMALLEST, affine_if_sound
-from unet3d.data.nifti import open_image, quiet_nibabel, stem
+from unet3d.data.nifti import LARGEST, SMALLEST, affine_if_sound, open_image, quiet_nibabel, stem
 from unet3d.data.restore import labels_like, scores_like
 
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of images or paths, one a channel

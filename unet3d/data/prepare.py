@@ -16,16 +16,16 @@ from unet3d.base.errors import UserError, escaped, listed
 from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
 from unet3d.data import cache
-from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset, shown_names
+from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset
 from unet3d.data.check import sound_headers
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import Seen, intensity_rules, needs_foreground, normalise_in_place, sampled
 from unet3d.data.nifti import ValidationRules, problem
 from unet3d.data.patches import PreparedCase
-from unet3d.data.preprocess import CaseReader, usable
+from unet3d.data.preprocess import CaseReader, SparseReader, usable
 from unet3d.data.scan import CaseHeader, ImageFiles
-from unet3d.data.sparse import SparseReader
 from unet3d.data.splits import absences, split
+from unet3d.data.texts import shown_names
 from unet3d.data.twins import leaks, voxel_digests
 
 IMAGE_BYTES = 4  # of a voxel of a channel, float32

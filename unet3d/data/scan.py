@@ -19,10 +19,10 @@ from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
-from unet3d.data.forms import affine_if_sound, form_taken, two_places, two_sizes
+from unet3d.data.cases import WARNING, Case, DatasetInfo
 from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
-from unet3d.data.nifti import ValidationRules, problem
+from unet3d.data.nifti import ValidationRules, affine_if_sound, form_taken, problem, two_sizes
+from unet3d.data.texts import shown_names
 
 MAX_LINES_OF_CASE = 10  # about the files of one case
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
@@ -65,32 +65,23 @@ class ImageFiles:
             yield
         finally:
             self._limit = 0
-            self.close()
+            while self._streams:
+                self._streams.popitem()[1].close()
 
     @contextmanager
-    def scanned(self, case: Case, path: Path) -> Iterator[OpenFile]:
-        """Open a file to look at its header and bytes within; it may stay open for its voxels. Raises UserError."""
-        with ExitStack() as stack:
-            file = self._open(case, path)
-            stack.callback(file.stream.close)
-            yield file
-            if len(self._streams) < self._limit:
-                self._streams[path] = file.stream
-                stack.pop_all()  # stays open
-
-    @contextmanager
-    def opened(self, case: Case) -> Iterator[dict[Path, OpenFile]]:
-        """Open the files of a case to read their voxels within, but for those still open. Raises UserError."""
-        with ExitStack() as stack:
-            yield {path: stack.enter_context(self.reopened(case, path)) for path in case.files}
-
-    @contextmanager
-    def reopened(self, case: Case, path: Path) -> Iterator[OpenFile]:
-        """Open a file to read its voxels within, unless it is still open. Raises UserError."""
+    def opened(self, case: Case, path: Path, keep: bool = False) -> Iterator[OpenFile]:
+        """Open a file within, unless it is still open; `keep`: it may stay open for its voxels. Raises UserError."""
         stream = self._streams.pop(path, None)
-        file = self._open(case, path) if stream is None else OpenFile(self.headers[path], stream)
-        with file.stream:
-            yield file
+        with ExitStack() as stack:
+            if stream is None:
+                stream = stack.enter_context(nifti.open_file(case.id, path))
+                self.headers[path] = nifti.read_header(case.id, path, stream, case.affine)
+            else:
+                stack.enter_context(stream)
+            yield OpenFile(self.headers[path], stream)
+            if keep and len(self._streams) < self._limit:
+                self._streams[path] = stream
+                stack.pop_all()
 
     def holds(self, case: Case) -> bool:
         """Return whether all files of a case are still open since their scan."""
@@ -101,22 +92,6 @@ class ImageFiles:
         if path not in self.headers:
             self.headers[path] = nifti.open_image(case.id, path, case.affine)
         return self.headers[path]
-
-    def close(self) -> None:
-        """Close all files that are still open."""
-        while self._streams:
-            _, stream = self._streams.popitem()
-            stream.close()
-
-    def _open(self, case: Case, path: Path) -> OpenFile:
-        stream = nifti.open_file(case.id, path)
-        try:
-            image = nifti.read_header(case.id, path, stream, case.affine)
-        except BaseException:
-            stream.close()
-            raise
-        self.headers[path] = image
-        return OpenFile(image, stream)
 
 
 def sampled_blocks(stream: IO[bytes], size: int, start: int = 0) -> Iterator[bytes]:
@@ -200,14 +175,16 @@ def scan_case(
     for path in case.files:
         kind = "labels" if path == case.label else "images"
         try:
-            with files.scanned(case, path) as file:
+            with files.opened(case, path, keep=True) as file:
                 headers[path] = file.image
                 if fingerprint is not None:
-                    _hash(hashers[kind], case, path, file.stream)
+                    hashers[kind].add(file.stream, path.name)
             if path == case.images[0]:
                 target = target_grid(case, headers[path], data.spacing)
         except UserError as error:
             problems.append(str(error))
+        except OSError as error:
+            problems.append(str(problem(case.id, path, f"cannot be read ({error})")))
     rules = ValidationRules.of(data)
     accepted = list[str]()
     for found in contradictions(case, headers):
@@ -248,22 +225,6 @@ def oddities(image: nib.Nifti1Image, form: str) -> Iterator[str]:
     taken = form_taken(header, form)
     if taken != form and header["qform_code"] > 0 and affine_if_sound(header, "qform") is None:
         yield f"its qform is no rotation; the {taken} is taken"
-
-
-def placed_apart(case: Case, files: ImageFiles) -> Iterator[str]:
-    """Yield a line for each file of a case whose sform and qform place its voxels apart."""
-    for path, image in files.headers.items():
-        places = two_places(image.header, case.affine)
-        if places:
-            yield f"{WARNING}{case.id}: {path}: {places}"
-
-
-def _hash(hasher: FileHasher, case: Case, path: Path, stream: BinaryIO) -> None:
-    """Take in the bytes of an open file. Raises UserError."""
-    try:
-        hasher.add(stream, path.name)
-    except OSError as error:
-        raise problem(case.id, path, f"cannot be read ({error})") from error
 
 
 def _wrong_channels(dataset: DatasetInfo, case: Case, channels: int) -> UserError:

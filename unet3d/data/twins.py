@@ -69,23 +69,6 @@ def voxel_digests(
     cases = [case for case in (*train, *val) if sizes[case.id] in shared]
     if ranks.count() > 1:
         cases = cases[ranks.RANK :: ranks.SIZE]
-    shares = ranks.gather(_read_digests(cases, rules, files))
-    problems = [line for _, lines in shares for line in lines]
-    if problems:
-        raise UserError("\n".join(listed(problems)))
-    return {case_id: digests for by_id, _ in shares for case_id, digests in by_id.items()}
-
-
-def _size(header: CaseHeader) -> Size:
-    """Return the size of a case, whatever its axes."""
-    assert header.stored is not None
-    return header.channels, *sorted(header.stored.shape)
-
-
-def _read_digests(
-    cases: Sequence[Case], rules: ValidationRules, files: ImageFiles
-) -> tuple[dict[str, bytes], list[str]]:
-    """Return the digests of cases by id, and what is wrong with those that cannot be read."""
     by_id = dict[str, bytes]()
     problems = list[str]()
     for case in progress.track(cases, "comparing images", len(cases)):
@@ -93,7 +76,17 @@ def _read_digests(
             by_id[case.id] = image_digest(map(channel_digest, _channels(case, rules, files)))
         except UserError as error:
             problems.append(str(error))
-    return by_id, problems
+    shares = ranks.gather((by_id, problems))
+    problems = [line for _, lines in shares for line in lines]
+    if problems:
+        raise UserError("\n".join(listed(problems)))
+    return {case_id: digest for found, _ in shares for case_id, digest in found.items()}
+
+
+def _size(header: CaseHeader) -> Size:
+    """Return the size of a case, whatever its axes."""
+    assert header.stored is not None
+    return header.channels, *sorted(header.stored.shape)
 
 
 def leaks(
@@ -149,7 +142,7 @@ def _are_same(case: Case, other: Case, rules: ValidationRules, files: ImageFiles
 def _channels(case: Case, rules: ValidationRules, files: ImageFiles) -> Iterator[np.ndarray]:
     """Yield the channels (X, Y, Z) of a case as its files hold them. Raises UserError."""
     for path in case.images:
-        with files.reopened(case, path) as file:
+        with files.opened(case, path) as file:
             yield from nifti.read_image(case.id, path, file.image, rules, file.stream)[0]
 
 

@@ -20,10 +20,10 @@ from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Regions
 from unet3d.config.schema import Config, Loss
 from unet3d.config.schema import Data as Options
-from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
 from unet3d.data.prepare import PreparedData, Read
+from unet3d.data.preprocess import extent, scored_slices
 from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.memory import remedies
@@ -192,8 +192,8 @@ class Predictions:
         where = None
         if self.options.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
-            slices = sparse.scored_slices(prepared.label, self.options)
-            where = [(low + high) // 2 for low, high in sparse.extent(prepared.label)]
+            slices = scored_slices(prepared.label, self.options)
+            where = [(low + high) // 2 for low, high in extent(prepared.label)]
             for axis, indices in enumerate(slices):
                 distances = {index: abs(index - where[axis]) for index in indices}
                 where[axis] = min(distances, key=distances.__getitem__, default=where[axis])

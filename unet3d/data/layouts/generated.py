@@ -13,9 +13,9 @@ from unet3d.base.errors import UserError, is_disk_full, make_room
 from unet3d.base.files import making_folder
 from unet3d.config.schema import LAYOUTS, Data, Phantom
 from unet3d.data import restore
-from unet3d.data.cases import Case, DatasetInfo, layout, with_classes
+from unet3d.data.cases import Case, DatasetInfo, layout, sound, with_classes
 from unet3d.data.labels import asked_regions
-from unet3d.data.layouts.decathlon import decathlon
+from unet3d.data.layouts.stored import decathlon
 
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
 PHANTOM: dict[str, Any] = {  # its dataset.json, without the cases
@@ -69,10 +69,7 @@ def phantom_outline(data: Data) -> DatasetInfo:
     names = {int(label): name for label, name in PHANTOM["labels"].items()}
     channels = tuple(PHANTOM["modality"].values())
     dataset = DatasetInfo(PHANTOM["name"], channels, tuple(cases), data.ignore, announced=len(cases))
-    dataset = with_classes(dataset, names, data, folder / "dataset.json", asked_regions(data))
-    if dataset.wrong_labels:
-        raise UserError(dataset.wrong_labels)
-    return dataset
+    return sound(with_classes(dataset, names, data, folder / "dataset.json", asked_regions(data)))
 
 
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
