@@ -140,13 +140,8 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         yield str(error)
         return
     if not data.semi:
-        yield from leaks(
-            train,
-            val,
-            {case_id: content.digest for case_id, content in contents.items()},
-            ValidationRules.of(data),
-            ImageFiles(),
-        )
+        digests = {case_id: content.digest for case_id, content in contents.items()}
+        yield from leaks(train, val, digests, ValidationRules.of(data), ImageFiles())
     for note in unused(dataset, data, train, val):
         if not contents or "label map" not in note:  # else each such case has its line
             yield f"{WARNING}{note}"
@@ -207,12 +202,11 @@ def _with_label_map(
 
     What was one line for each of several files is one for all.
     """
-    labels = frozenset[int]().union(*(error.labels for error in unknown))
-    known = frozenset[int]().union(*(content.labels for content in contents.values())) - {0, dataset.ignore}
-    if labels and dataset.relabel is not None:  # which `known` have gone through
-        labels |= {old for old, new in dataset.relabel.items() if new in known}
-    elif labels:
-        labels |= known
+    labels = {label for error in unknown for label in error.labels}
+    known = {label for content in contents.values() for label in content.labels} - {0, dataset.ignore}
+    if dataset.relabel is not None:  # which `known` have gone through
+        known = {old for old, new in dataset.relabel.items() if new in known}
+    labels |= known if labels else set()
     names = dataset.classes if dataset.regions is None else ()
     options = options_for(labels, dataset.label_count, dataset.relabel, names)
     if not options:
@@ -234,8 +228,8 @@ def _absences_in_files(
     dataset: DatasetInfo, data: Data, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]
 ) -> Iterator[str]:
     """Yield classes that do not occur in training or held-out cases, all of which were read."""
-    learned, scored = (frozenset[int]().union(*(contents[case.id].kept for case in part)) for part in (train, val))
-    stored = frozenset[int]().union(*(contents[case.id].labels for case in train))
+    learned, scored = ({label for case in part for label in contents[case.id].kept} for part in (train, val))
+    stored = {label for case in train for label in contents[case.id].labels}
     yield from absences(dataset, data, learned, scored, stored)
     absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
     if absent:
@@ -256,9 +250,9 @@ def summary(
     dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case], headers: Mapping[str, CaseHeader]
 ) -> list[str]:
     """Return a few plain lines about a data set; sizes are of the images that can be read."""
-    readable = [headers[case.id] for case in dataset.cases if headers[case.id].stored is not None]
-    orientations = Counter(header.orientation for header in readable)
-    grids = [header.stored for header in readable if header.stored is not None]
+    of_cases = [headers[case.id] for case in dataset.cases]
+    orientations = Counter(header.orientation for header in of_cases if header.orientation)
+    grids = [header.stored for header in of_cases if header.stored is not None]
     turned = ", ".join(f"{count} {codes}" for codes, count in sorted(orientations.items())) or "unknown"
     unlabelled = sum(case.label is None for case in dataset.cases)
     classes = shown_names(_class_words(dataset))

@@ -1,7 +1,7 @@
 """Images that Python code holds, as cases, and label maps as it expects them."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +13,9 @@ import numpy as np
 from unet3d.base.errors import UserError
 from unet3d.data.cases import Case
 from unet3d.data.nifti import LARGEST, SMALLEST, affine_if_sound, open_image, quiet_nibabel, stem
-from unet3d.data.restore import labels_like, scores_like
+from unet3d.data.restore import image_like
 
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of images or paths, one a channel
-PATH_TYPES = (str, PathLike)
-LARGEST_NUMBER = 8  # bytes of a number that NIfTI stores
 
 
 @contextmanager
@@ -28,20 +26,16 @@ def temporary_case(
 
     Raises UserError, in its own words.
     """
-    known = (np.ndarray, nib.spatialimages.SpatialImage, *PATH_TYPES, list, tuple)
-    if not isinstance(image, known):
-        what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
-        raise UserError(f"segment: {what}")
     if affine is not None and not isinstance(image, np.ndarray):
         raise UserError("segment: only a NumPy array needs an affine, images and files have their own; leave it out")
+    is_list = isinstance(image, list | tuple)
+    images = [*image] if is_list else [image]
     if are_paths(image):
         if spacing is not None:
             raise UserError("segment: a file has a spacing of its own; leave out spacing")
-        files = [Path(path) for path in ([image] if isinstance(image, PATH_TYPES) else image)]
-        yield Case(stem(files[0]), tuple(files), None)
+        files = tuple(map(Path, images))
+        yield Case(stem(files[0]), files, None)
         return
-    images = list(image) if isinstance(image, list | tuple) else [_channels_first(image, channels)]
-    is_list = isinstance(image, list | tuple)
     if is_list and not all(isinstance(one, nib.spatialimages.SpatialImage) for one in images or [None]):
         what = "the paths of files, or images of nibabel, one a channel"
         raise UserError(f"segment: a list holds {what}; stack arrays as C X Y Z")
@@ -49,7 +43,7 @@ def temporary_case(
         paths = [Path(folder, f"image_{number:04d}.nii" if is_list else "image.nii") for number in range(len(images))]
         with quiet_nibabel():
             for one, path in zip(images, paths, strict=True):
-                nib.save(_as_nifti(one, spacing, affine), path)
+                nib.save(_as_nifti(one, spacing, affine, channels), path)
         try:
             yield Case("image", tuple(paths), None)
         except UserError as error:
@@ -61,33 +55,26 @@ def temporary_case(
 
 def are_paths(image: ImageLike) -> bool:
     """Return whether an image is given by the path of its file, or by those of its channels."""
-    if isinstance(image, list | tuple):
-        return bool(image) and all(isinstance(path, PATH_TYPES) for path in image)
-    return isinstance(image, PATH_TYPES)
+    paths = image if isinstance(image, list | tuple) else [image]
+    return bool(paths) and all(isinstance(path, str | PathLike) for path in paths)
 
 
-def _channels_first(image: ImageLike, channels: int) -> ImageLike:
-    """Return an array X Y Z 1 as X Y Z, as a file's is read. Raises UserError where channels come last."""
-    if not isinstance(image, np.ndarray) or image.ndim != 4 or image.shape[0] == channels:
-        return image
-    if image.shape[-1] == 1:
-        return image[..., 0]
-    if image.shape[-1] == channels:
-        what = f"an array of shape {image.shape} has its channels last"
-        raise UserError(f"segment: {what}; give C X Y Z: numpy.moveaxis(image, -1, 0)")
-    return image
-
-
-@quiet_nibabel()
-def _as_nifti(image: ImageLike, spacing: Sequence[float] | None, affine: Any) -> nib.Nifti1Image:
+def _as_nifti(image: ImageLike, spacing: Sequence[float] | None, affine: Any, channels: int) -> nib.Nifti1Image:
     """Return an array or an image of nibabel as an image to save. Raises UserError."""
     if isinstance(image, np.ndarray):
         if image.ndim not in (3, 4) or image.dtype.kind not in "buif":
             raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {image.dtype} of shape {image.shape}")
         _refuse_masked(image)
+        if image.ndim == 4 and image.shape[0] != channels and image.shape[-1] == 1:
+            image = image[..., 0]  # as a file's is read
+        elif image.ndim == 4 and image.shape[0] != channels and image.shape[-1] == channels:
+            what = f"an array of shape {image.shape} has its channels last"
+            raise UserError(f"segment: {what}; give C X Y Z: numpy.moveaxis(image, -1, 0)")
         voxels = image if image.ndim == 3 else np.moveaxis(image, 0, -1)
         return _nifti(voxels, _affine_of_array(spacing, affine))
-    assert isinstance(image, nib.spatialimages.SpatialImage)
+    if not isinstance(image, nib.spatialimages.SpatialImage):
+        what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
+        raise UserError(f"segment: {what}")
     stored_type = image.get_data_dtype()
     if stored_type.kind not in "buif":
         raise UserError(f"segment: give an image of numbers, not of {stored_type}")
@@ -125,10 +112,10 @@ def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray
 
 def _lengths(spacing: object) -> list[float]:
     """Return the spacing (mm) as numbers. Raises UserError."""
-    lengths = list[float]()
-    if isinstance(spacing, Iterable) and not isinstance(spacing, str | bytes):
-        with suppress(TypeError, ValueError, OverflowError):
-            lengths = [float(length) for length in spacing if not isinstance(length, str | bytes)]
+    try:
+        lengths = [float(length) for length in spacing if not isinstance(length, str)]  # type: ignore[attr-defined]
+    except (TypeError, ValueError, OverflowError):
+        lengths = []
     if len(lengths) != 3 or not all(SMALLEST <= length <= LARGEST for length in lengths):
         what = f"three numbers from {SMALLEST:g} to {LARGEST:g}, such as (1, 1, 2.5)"
         raise UserError(f"segment: an array needs its affine, or its spacing in mm, {what}, not {spacing}")
@@ -144,51 +131,35 @@ def _refuse_masked(voxels: object) -> None:
 def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nib.Nifti1Image:
     """Return an image of these voxels; where NIfTI has no such type, in one that holds their values."""
     kind = voxels.dtype.newbyteorder("=")
-    if kind == np.bool_:
-        kind = np.dtype(np.uint8)
-    elif kind == np.float16:
-        kind = np.dtype(np.float32)
-    elif kind.itemsize > LARGEST_NUMBER:
-        kind = np.dtype(np.float64)
+    kind = np.dtype({"?": "u1", "e": "f4", "g": "f8"}.get(kind.char, kind))
     return nib.Nifti1Image(voxels.astype(kind), affine, dtype=kind)  # named, nibabel takes 64-bit integers, too
 
 
 @quiet_nibabel()
-def returned(image: ImageLike, labels: np.ndarray, case: Case) -> np.ndarray | nib.Nifti1Image:
-    """Return labels (X, Y, Z) of a case as an array where an array was given, else on the grid of its first file."""
-    if isinstance(image, np.ndarray):
-        return labels
-    source = open_image(case.id, case.images[0], case.affine)
-    return _placed(labels_like(labels, source), source, case)
+def returned(image: ImageLike, voxels: np.ndarray, case: Case) -> np.ndarray | nib.Nifti1Image:
+    """Return labels (X, Y, Z) or probabilities (K, X, Y, Z) of a case as an array where an array was given.
 
-
-def _placed(image: nib.Nifti1Image, source: nib.Nifti1Image, case: Case) -> nib.Nifti1Image:
-    """Return the image with the affine of `source` as it was read: its header's may be rounded otherwise.
-
-    Where data.affine names a form, the header keeps what the file's says, if that is an affine.
+    Else as an image X Y Z, or X Y Z K, on the grid of its first file.
     """
+    if isinstance(image, np.ndarray):
+        return voxels
+    source = open_image(case.id, case.images[0], case.affine)
+    made = image_like(voxels if voxels.ndim == 3 else np.moveaxis(voxels, 0, -1), source)
+    # Its header's affine may be rounded otherwise. Of a named form, the header keeps what the file's says.
     kept = None if case.affine == "auto" else affine_if_sound(source.header, "auto")
-    return type(image)(image.dataobj, source.affine if kept is None else kept, image.header)
+    return type(made)(made.dataobj, source.affine if kept is None else kept, made.header)
 
 
 class Probabilities:
     """Probabilities (K, X, Y, Z) of a case, float32, in memory: `open_scores` of `unet3d.data.restore.to_original`."""
 
     def __init__(self, case: Case) -> None:
-        self._case = case
         self._shape = open_image(case.id, case.images[0], case.affine).shape[:3]
-        self._scores = np.empty(0, np.float32)
+        self.scores = np.empty(0, np.float32)
 
     def __call__(self, label: int, classes: int) -> np.ndarray:
         """Return the part of a class, to write to."""
-        if not self._scores.size:
-            self._scores = np.zeros((classes, *self._shape), np.float32)
-        part: np.ndarray = self._scores[label]
+        if not self.scores.size:
+            self.scores = np.zeros((classes, *self._shape), np.float32)
+        part: np.ndarray = self.scores[label]
         return part
-
-    def returned(self, image: ImageLike) -> np.ndarray | nib.Nifti1Image:
-        """Return K X Y Z where an array was given, else an image X Y Z K on the grid of its first file."""
-        if isinstance(image, np.ndarray):
-            return self._scores
-        source = open_image(self._case.id, self._case.images[0], self._case.affine)
-        return _placed(scores_like(np.moveaxis(self._scores, 0, -1), source), source, self._case)

@@ -87,7 +87,11 @@ def prepare_data(options: Data) -> PreparedData:
         _load(reader, options, train, val)
         _measure(reader, train)
         if not options.semi:
-            twins = list(leaks(train, val, _digests(train, val, reader), reader.rules, files))
+            if options.cache == "off":  # then of the voxels of those images that may be the same
+                digests = voxel_digests(train, val, reader.rules, headers, files)
+            else:
+                digests = {case.id: reader.digest(case) for case in cases}
+            twins = list(leaks(train, val, digests, reader.rules, files))
             if twins:
                 raise UserError("\n".join(listed(twins)))
     read_train, read_val = _readers(options, reader, train)
@@ -190,10 +194,13 @@ def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
     Without a cache none is read for z-scores, which follow any unit. Raises UserError for an image that CT's rule
     makes constant, and where no image has any contrast.
     """
-    is_in_memory = reader.disk is None and reader.cache is not None
-    cases = train if is_in_memory else _spread(train, MEASURED_CASES)
-    if reader.disk is None and reader.cache is None and all(rule.kind == "zscore" for rule in reader.intensity):
-        cases = []
+    most = MEASURED_CASES
+    if reader.disk is None and reader.cache is not None:
+        most = len(train)
+    elif reader.disk is None and all(rule.kind == "zscore" for rule in reader.intensity):
+        most = 0
+    places = np.linspace(0, len(train) - 1, min(most, len(train)), dtype=int)
+    cases = [train[place] for place in places]  # spread over all: names often follow their origin
     channels = reader.dataset.channels
     samples = list[np.ndarray]()
     flat = dict[str, list[str]]()  # by channel, the ids of cases in which it has one value
@@ -224,22 +231,6 @@ def _refuse_clipped(reader: CaseReader, case: Case, number: int) -> None:
         clips = f"which data.intensity=ct clips to {rule.low:g} to {rule.high:g}: the image would become constant"
         what = f"has values from {low:g} to {high:g}, {clips}"
         raise problem(case.id, case.images[0], f"{what}; correct its unit, remove the case, or use zscore")
-
-
-def _spread(cases: Sequence[Case], most: int) -> list[Case]:
-    """Return at most so many of the cases, spread over all of them: names often follow their origin."""
-    places = np.linspace(0, len(cases) - 1, min(most, len(cases)), dtype=int)
-    return [cases[place] for place in places]
-
-
-def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> dict[str, bytes]:
-    """Return digests of the prepared images by case id.
-
-    If they are not kept, of the voxels of those images that may be the same.
-    """
-    if read.disk is None and read.cache is None:
-        return voxel_digests(train, val, read.rules, read.headers, read.files)
-    return {case.id: read.digest(case) for case in (*train, *val)}
 
 
 def _readers(options: Data, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:

@@ -200,9 +200,7 @@ def _stray(mask: np.ndarray) -> np.ndarray:
     """Return the voxels of a mask (X, Y, Z) that are not in its largest component."""
     from scipy.ndimage import generate_binary_structure, label
 
-    components, count = label(mask, generate_binary_structure(3, 3))
-    if count < 2:
-        return np.zeros_like(mask)
+    components, _ = label(mask, generate_binary_structure(3, 3))
     sizes = np.bincount(components.ravel())
     sizes[BACKGROUND] = 0
     stray: np.ndarray = mask & (components != sizes.argmax())
@@ -211,7 +209,7 @@ def _stray(mask: np.ndarray) -> np.ndarray:
 
 def save_labels(path: Path, labels: np.ndarray, like: Path | nib.Nifti1Image) -> None:
     """Write integer labels (X, Y, Z) on the grid of the image `like`, as uint8 or uint16. Raises UserError, OSError."""
-    save_image(path, labels_like(labels, _header_of(like, path)))
+    save_image(path, image_like(labels, _header_of(like, path)))
 
 
 def _header_of(like: Path | nib.Nifti1Image, path: Path) -> nib.Nifti1Image:
@@ -220,17 +218,11 @@ def _header_of(like: Path | nib.Nifti1Image, path: Path) -> nib.Nifti1Image:
 
 
 @quiet_nibabel()
-def labels_like(labels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
-    """Return integer labels (X, Y, Z) as an image on the grid of `source`, uint8 or uint16."""
-    assert labels.shape == source.shape[:3], f"{labels.shape} labels for an image of {source.shape}"
-    kind = np.min_scalar_type(int(labels.max()))
-    return type(source)(labels.astype(kind), None, _header_like(source, kind))
-
-
-@quiet_nibabel()
-def scores_like(scores: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
-    """Return scores (X, Y, Z, K) as an image on the grid of `source`, float32."""
-    return type(source)(scores, None, _header_like(source, np.float32))
+def image_like(voxels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
+    """Return integer labels as uint8 or uint16, or scores (X, Y, Z, K) as float32, as an image like `source`."""
+    assert voxels.shape[:3] == source.shape[:3], f"{voxels.shape} voxels for an image of {source.shape}"
+    kind = np.min_scalar_type(int(voxels.max())) if voxels.dtype.kind in "iu" else np.dtype(np.float32)
+    return type(source)(voxels.astype(kind), None, _header_like(source, kind))
 
 
 @quiet_nibabel()

@@ -21,7 +21,7 @@ from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import WARNING, Case, DatasetInfo
 from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
-from unet3d.data.nifti import ValidationRules, affine_if_sound, form_taken, problem, two_sizes
+from unet3d.data.nifti import affine_if_sound, form_taken, problem, two_sizes
 from unet3d.data.texts import shown_names
 
 MAX_LINES_OF_CASE = 10  # about the files of one case
@@ -185,10 +185,9 @@ def scan_case(
             problems.append(str(error))
         except OSError as error:
             problems.append(str(problem(case.id, path, f"cannot be read ({error})")))
-    rules = ValidationRules.of(data)
     accepted = list[str]()
-    for found in contradictions(case, headers):
-        (accepted if found.is_accepted(rules) else problems).append(str(found.error))
+    for error, is_accepted in contradictions(case, headers, data.affine_check == "warn"):
+        (accepted if is_accepted else problems).append(str(error))
     channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
     if not problems and channels != len(dataset.channels):
         problems.append(str(_wrong_channels(dataset, case, channels)))

@@ -71,9 +71,9 @@ def read_volume(
     with ExitStack() as stack:
         opened = {path: stack.enter_context(files.opened(case, path)) for path in case.files}
         headers = {path: file.image for path, file in opened.items()}
-        for found in () if is_scanned else contradictions(case, headers):
-            if not found.is_accepted(rules):
-                raise found.error
+        for error, is_accepted in () if is_scanned else contradictions(case, headers, rules.affine):
+            if not is_accepted:
+                raise error
         first = headers[case.images[0]]
         source = canonical_grid(first)
         target = target_grid(case, first, spacing)

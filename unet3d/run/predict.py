@@ -300,7 +300,7 @@ class Network:
                 warn(line if are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
             scores = Probabilities(case) if probabilities else None
             labels = returned(image, self.segmenter.labels(case, scores), case)
-            return labels if scores is None else (labels, scores.returned(image))
+            return labels if scores is None else (labels, returned(image, scores.scores, case))
 
 
 def load(

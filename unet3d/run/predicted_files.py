@@ -33,7 +33,7 @@ def accepted_contradictions(case: Case) -> list[str]:
     These are contradictions between its files, and lengths that are not in mm.
     """
     opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    errors = [found.error for found in contradictions(case, opened)]
+    errors = [error for error, _ in contradictions(case, opened)]
     return [str(error) for error in (*errors, *foreign_units(case, opened))]
 
 
