@@ -7,9 +7,9 @@ In reading order:
 - `texts`, `labels`: what layouts share: texts that are not trusted, labels that become classes.
 - `splits`: training and held-out cases, and groups of cases.
 - `nifti`, `grids`: NIfTI files, header before voxels; where voxels lie.
-- `scan`, `check`, `twins`: each file is opened once; what headers and voxels say is wrong.
-- `volume`, `restore`: a case on the network's grid, label maps, and predictions back on the file's grid and in files.
+- `scan`, `check`: each file is opened once; what headers and voxels say is wrong.
+- `volume`, `restore`: a case on the network's grid, label maps, and predictions back on the file's grid, in files
+  or in memory.
 - `preprocess`, `intensity`, `cache`: a volume as a training case, and prepared cases in files.
 - `patches`, `augment`, `loader`: from cases to batches.
-- `in_memory`: images that Python code holds.
 """

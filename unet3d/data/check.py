@@ -20,10 +20,9 @@ from unet3d.data.cases import WARNING, Case, DatasetInfo
 from unet3d.data.grids import Grid
 from unet3d.data.labels import likely_ignored, misread, options_for
 from unet3d.data.nifti import ValidationRules, in_one_line, two_places
-from unet3d.data.scan import CaseHeader, ImageFiles, oddities, read_grid, scan_case
+from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, leaks, oddities, read_grid, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.texts import shown_names
-from unet3d.data.twins import channel_digest, image_digest, leaks
 from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_label_map
 from unet3d.model import geometry
 

@@ -23,10 +23,9 @@ from unet3d.data.intensity import Seen, intensity_rules, needs_foreground, norma
 from unet3d.data.nifti import ValidationRules, problem
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader, usable
-from unet3d.data.scan import CaseHeader, ImageFiles
+from unet3d.data.scan import CaseHeader, ImageFiles, leaks, voxel_digests
 from unet3d.data.splits import absences, split
 from unet3d.data.texts import shown_names
-from unet3d.data.twins import leaks, voxel_digests
 
 IMAGE_BYTES = 4  # of a voxel of a channel, float32
 LABEL_BYTES = 2  # of a voxel of a label map, int16

@@ -33,8 +33,7 @@ from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise_in_place
 from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
-from unet3d.data.scan import CaseHeader, ImageFiles, sampled_hashes
-from unet3d.data.twins import channel_digest, image_digest
+from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, sampled_hashes
 from unet3d.data.volume import LabelValues, Volume, messages, read_volume
 
 T = TypeVar("T")

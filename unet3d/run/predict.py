@@ -24,11 +24,21 @@ from unet3d.config import rules
 from unet3d.config.schema import LAYOUTS, Config, Model
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid
-from unet3d.data.in_memory import ImageLike, Probabilities, are_paths, returned, temporary_case
 from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules
-from unet3d.data.restore import ProbabilityMaps, largest_components, save_labels, saving_scores, to_original
+from unet3d.data.restore import (
+    ImageLike,
+    Probabilities,
+    ProbabilityMaps,
+    are_paths,
+    largest_components,
+    returned,
+    save_labels,
+    saving_scores,
+    temporary_case,
+    to_original,
+)
 from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
