@@ -3,12 +3,14 @@
 import importlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from unet3d.base.errors import UserError
+from unet3d.base import ranks
+from unet3d.base.errors import UserError, escaped, listed
 from unet3d.base.files import OTHER_ENDINGS
 from unet3d.base.types import Regions
 from unet3d.config.schema import LAYOUTS, Data
@@ -20,6 +22,15 @@ WARNING = "warning: "  # a run starts despite lines that begin so
 MAX_NAME = 255  # bytes of a file's name
 MAX_OTHERS_LISTED = 300  # letters of the names of volumes that are not read
 NAME_SHOWN = 40  # letters of a name that is too long
+
+
+def warn_or_raise(lines: Sequence[str]) -> None:
+    """Print warnings, once for all ranks. Raises UserError with the other lines, if there are any."""
+    problems = [line for line in lines if not line.startswith(WARNING)]
+    if problems:
+        raise UserError("\n".join(listed(problems)))
+    for line in listed(lines) if ranks.RANK == 0 else ():
+        print(escaped(line), file=sys.stderr)
 
 
 class Case(NamedTuple):
@@ -69,25 +80,19 @@ class DatasetInfo(NamedTuple):
 
 
 Layout = Callable[[Path, Data], DatasetInfo]
-READERS = dict[str, Layout]()  # of the layouts whose files are loaded
 
 
 def layout(
     *, generated: str = "", names_classes: bool = True, by_channel: bool = False, lists_files: bool = False
 ) -> Callable[[Layout], Layout]:
-    """Register `(data.root, options) -> DatasetInfo`, in a file of `unet3d.data.layouts`, as data.format of its name.
+    """Mark `(data.root, options) -> DatasetInfo`, in a file of `unet3d.data.layouts`, as data.format of its name.
 
     `config/schema.py` reads the arguments, which are written as constants, without loading that file. `generated`: the
     folder that takes the place of data.root, for what the function generates. `names_classes`: false where no file
     names them, so that data.classes must. `by_channel`: each channel is a file, called CASE_0000 and so on, even a
     single one. `lists_files`: a list says which files count, so that others beside them are no mistake.
     """
-
-    def register(function: Layout) -> Layout:
-        READERS[function.__name__] = function
-        return function
-
-    return register
+    return lambda function: function
 
 
 def read_dataset(data: Data) -> DatasetInfo:
@@ -108,10 +113,10 @@ def dataset_to_check(data: Data) -> DatasetInfo:
     Raises UserError for what else is wrong.
     """
     facts = LAYOUTS[data.format]
-    importlib.import_module(f"unet3d.data.layouts.{facts['module']}")
+    read: Layout = getattr(importlib.import_module(f"unet3d.data.layouts.{facts['module']}"), data.format)
     default = facts.get("generated", "")
     assert data.root or default, "unet3d.config.rules requires data.root"
-    dataset = READERS[data.format](Path(data.root or default), data)
+    dataset = read(Path(data.root or default), data)
     if default:
         return dataset
     cases = tuple(case._replace(affine=data.affine) for case in dataset.cases)

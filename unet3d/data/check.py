@@ -1,7 +1,6 @@
 """Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`."""
 
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, escaped, listed
+from unet3d.base.errors import UserError
 from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Data, Model
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo
+from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
 from unet3d.data.grids import Grid
 from unet3d.data.labels import likely_ignored, misread, options_for
 from unet3d.data.nifti import ValidationRules, in_one_line, two_places
@@ -48,6 +47,11 @@ class DatasetCheck(NamedTuple):
     headers: dict[str, CaseHeader]
     lines: list[str]
     options: tuple[str, ...] = ()
+
+    def sound_headers(self) -> dict[str, CaseHeader]:
+        """Return the headers, and print warnings. Raises UserError that lists every problem."""
+        warn_or_raise(self.lines)
+        return self.headers
 
 
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> DatasetCheck:
@@ -104,23 +108,6 @@ def check_headers(
     lines = [line for header in headers.values() for line in header.lines]
     lines += _warnings_of_sizes(headers)
     return DatasetCheck(headers, [*lines, *_split_problems(dataset, data, {})])
-
-
-def sound_headers(
-    dataset: DatasetInfo,
-    cases: Sequence[Case],
-    data: Data,
-    files: ImageFiles | None = None,
-    fingerprint: str | None = None,
-) -> dict[str, CaseHeader]:
-    """Return the headers of `cases` by id, and print warnings. Raises UserError that lists every problem."""
-    headers, lines, _ = check_headers(dataset, cases, data, files, fingerprint)
-    problems = [line for line in lines if not line.startswith(WARNING)]
-    if problems:
-        raise UserError("\n".join(listed(problems)))
-    for line in listed(lines):
-        print(escaped(line), file=sys.stderr)
-    return headers
 
 
 def _warnings_of_sizes(headers: Mapping[str, CaseHeader]) -> list[str]:

@@ -3,21 +3,21 @@
 If memory keeps the volumes, each is read once.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from unet3d.base import progress, ranks
-from unet3d.base.errors import UserError, escaped, listed
+from unet3d.base.errors import UserError, escaped
 from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
 from unet3d.data import cache
-from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset
-from unet3d.data.check import sound_headers
+from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset, warn_or_raise
+from unet3d.data.check import check_headers
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import Seen, intensity_rules, needs_foreground, normalise_in_place, sampled
 from unet3d.data.nifti import ValidationRules, problem
@@ -73,7 +73,8 @@ def prepare_data(options: Data) -> PreparedData:
     if options.cache == "disk":
         disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
     with files.kept_open():
-        headers = ranks.on_rank0(lambda: sound_headers(dataset, cases, options, files, options.fingerprint))
+        scan = partial(check_headers, dataset, cases, options, files, options.fingerprint)
+        headers = ranks.on_rank0(lambda: scan().sound_headers())
         reader = CaseReader(
             dataset,
             options.spacing,
@@ -90,9 +91,7 @@ def prepare_data(options: Data) -> PreparedData:
                 digests = voxel_digests(train, val, reader.rules, headers, files)
             else:
                 digests = {case.id: reader.digest(case) for case in cases}
-            twins = list(leaks(train, val, digests, reader.rules, files))
-            if twins:
-                raise UserError("\n".join(listed(twins)))
+            warn_or_raise([*leaks(train, val, digests, reader.rules, files)])
     read_train, read_val = _readers(options, reader, train)
     data = PreparedData(dataset, train, val, reader, read_train, read_val, headers)
     if options.cache != "off":  # which reads nothing before the first step
@@ -108,16 +107,12 @@ def _refuse_nothing_to_learn(data: PreparedData, options: Data) -> None:
     learned = _labels(data.train, data.read_train)
     scored = _labels(data.val, data.read_val)
     lines = list(absences(data.dataset, options, learned, scored))
-    if not all(line.startswith(WARNING) for line in lines):
-        raise UserError("\n".join(lines))
-    if not scored:
+    if not scored and all(line.startswith(WARNING) for line in lines):
         is_ignored = all(bool((data.read_val(case).label == IGNORE).all()) for case in data.val)
         problem = "every held-out voxel is ignored" if is_ignored else "no foreground in any held-out case"
         effect = "there will be no score, and no best.pt; use last.pt" if is_ignored else "scores are 0, or n/a"
         lines.append(f"{WARNING}{data.dataset.name}: {problem}: {effect}, or hold out others (data.split, data.fold)")
-    if not ranks.RANK:
-        for line in lines:
-            print(escaped(line), file=sys.stderr)
+    warn_or_raise(lines)
 
 
 def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
@@ -137,7 +132,7 @@ def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequenc
     measured = {*train} if needs_foreground(options.intensity, channels) else set[Case]()
     samples = dict[Case, np.ndarray]()
     if options.cache == "memory":
-        _refuse_more_than_memory(reader, maps)
+        _refuse_more_than_fits(reader, maps)
         assert reader.cache is not None
         for case, volume in usable(cases, "reading cases", reader.read_volume):
             reader.cache[case.id] = reader.as_case(volume)
@@ -151,25 +146,30 @@ def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequenc
         for prepared in (reader.cache or {}).values():
             normalise_in_place(prepared.image.numpy(), reader.intensity)
     elif reader.disk is not None:
-        _refuse_more_than_disk(reader, reader.disk, maps)
+        _refuse_more_than_fits(reader, maps)
         for _ in usable(cases, "reading cases", reader, at_random=True):
             pass
 
 
-def _refuse_more_than_memory(reader: CaseReader, maps: Mapping[Case, int]) -> None:
-    """Print the predicted size of the cases in `maps`, which counts label maps. Raises UserError if too large."""
-    needed = sum(_bytes(reader, case, count) for case, count in maps.items()) * ranks.LOCAL_SIZE
-    available = host_bytes()
-    each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
-    size = f"{len(maps)} cases kept in memory{each}: {mib(needed)} MiB (predicted)"
-    if needed >= available:
-        raise UserError(f"{size}, of {mib(available)} MiB; add data.cache=disk to keep them in files")
-    print(size, flush=True)
+def _refuse_more_than_fits(reader: CaseReader, maps: Mapping[Case, int]) -> None:
+    """Print the predicted size of the cases in `maps`, which counts label maps. Raises UserError if too large.
 
-
-def _refuse_more_than_disk(reader: CaseReader, disk: cache.DiskCache, maps: Mapping[Case, int]) -> None:
-    """Print the predicted size of these cases on disk, where some may be already. Raises UserError if too large."""
-    sizes = {case: _bytes(reader, case, count) for case, count in maps.items()}
+    On disk some may be already.
+    """
+    sizes = dict[Case, int]()
+    for case, count in maps.items():
+        grid = reader.headers[case.id].target
+        assert grid is not None, case.id
+        sizes[case] = prod(grid.shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * count)
+    disk = reader.disk
+    if disk is None:
+        needed = sum(sizes.values()) * ranks.LOCAL_SIZE
+        each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
+        size = f"{len(maps)} cases kept in memory{each}: {mib(needed)} MiB (predicted)"
+        if needed >= host_bytes():
+            raise UserError(f"{size}, of {mib(host_bytes())} MiB; add data.cache=disk to keep them in files")
+        print(size, flush=True)
+        return
     missing = [case for case in maps if not disk.holds(reader.key(case))]
     needed = sum(sizes[case] for case in missing)
     free = disk.room()
@@ -178,13 +178,6 @@ def _refuse_more_than_disk(reader: CaseReader, disk: cache.DiskCache, maps: Mapp
     if needed >= free:
         what = f"{mib(needed)} MiB to write, but {mib(free)} MiB free; make room, or give another data.cache_root"
         raise UserError(f"data.cache=disk: {disk.root}: {what}")
-
-
-def _bytes(reader: CaseReader, case: Case, maps: int) -> int:
-    """Return the bytes of a prepared case with this number of label maps."""
-    grid = reader.headers[case.id].target
-    assert grid is not None, case.id
-    return prod(grid.shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * maps)
 
 
 def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
@@ -212,9 +205,9 @@ def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
                 flat.setdefault(channels[number], []).append(case.id)
     if cases and sum(map(len, flat.values())) == len(cases) * len(channels):
         raise UserError(f"{cases[0].id}: its image has one value, as those of all {len(cases)} training cases have")
-    for name, ids in flat.items() if ranks.RANK == 0 else ():
+    for name, ids in flat.items():
         what = f"channel {name} has one value in {len(ids)} of {len(cases)} training cases ({shown_names(ids)})"
-        print(f"{WARNING}{escaped(what)}: nothing can be learned from it there", file=sys.stderr)
+        warn_or_raise([f"{WARNING}{what}: nothing can be learned from it there"])
     stored = [reader.headers[case.id].stored for case in train]
     reader.seen = Seen.of([grid for grid in stored if grid is not None], samples, reader.intensity)
 

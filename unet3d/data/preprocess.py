@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, listed
+from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
 from unet3d.data.cache import (
@@ -29,7 +29,7 @@ from unet3d.data.cache import (
     label_arrays,
     labels_of,
 )
-from unet3d.data.cases import Case, DatasetInfo
+from unet3d.data.cases import Case, DatasetInfo, warn_or_raise
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise_in_place
 from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
@@ -174,8 +174,7 @@ def usable(
             problems.append(error)
         else:
             yield case, result
-    if problems:
-        raise UserError("\n".join(listed(messages(problems))))
+    warn_or_raise(messages(problems))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 
 from unet3d.base import progress, ranks
-from unet3d.base.errors import UserError, listed
+from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo
+from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
 from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
 from unet3d.data.nifti import ValidationRules, affine_if_sound, form_taken, problem, two_sizes
 from unet3d.data.texts import shown_names
@@ -191,8 +191,8 @@ def scan_case(
         except OSError as error:
             problems.append(str(problem(case.id, path, f"cannot be read ({error})")))
     accepted = list[str]()
-    for error, is_accepted in contradictions(case, headers, data.affine_check == "warn"):
-        (accepted if is_accepted else problems).append(str(error))
+    for misfit, is_accepted in contradictions(case, headers, data.affine_check == "warn"):
+        (accepted if is_accepted else problems).append(str(misfit))
     channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
     if not problems and channels != len(dataset.channels):
         problems.append(str(_wrong_channels(dataset, case, channels)))
@@ -313,9 +313,7 @@ def voxel_digests(
         except UserError as error:
             problems.append(str(error))
     shares = ranks.gather((by_id, problems))
-    problems = [line for _, lines in shares for line in lines]
-    if problems:
-        raise UserError("\n".join(listed(problems)))
+    warn_or_raise([line for _, lines in shares for line in lines])
     return {case_id: digest for found, _ in shares for case_id, digest in found.items()}
 
 

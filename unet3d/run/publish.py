@@ -12,7 +12,7 @@ from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import FACTS, Config, Data, options_with
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.check import sound_headers
+from unet3d.data.check import check_headers
 from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
@@ -124,7 +124,7 @@ def score(
     _, held_out = split(dataset, config.data)
     _refuse_other_dataset(networks, dataset)
     _warn_of_other_names(networks, dataset, config.data)
-    sound_headers(dataset, held_out, config.data)
+    check_headers(dataset, held_out, config.data).sound_headers()
     _warn_of_other_splits(networks, config.data)
     _warn_of_seen_cases(source, held_out)
     segmenter = predict.segmenter(networks, config.device, mirror=None)
