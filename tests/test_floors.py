@@ -31,7 +31,7 @@ LIBRARIES = {
     "tensorboard": {"report.loggers"},
     "nibabel": {"data"},
     "nilearn": {"data.layouts.generated"},
-    "monai": {"training.metrics", "data.augment"},
+    "monai": {"training.metrics", "data.patches"},
     "matplotlib": {"report"},
     "rich": {"base.progress", "base.terminal", "report.loggers"},
     "jinja2": {"report.page"},

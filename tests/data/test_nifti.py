@@ -28,7 +28,8 @@ compress = gzip.compress
 
 
 def read(path: Path) -> np.ndarray:
-    return nifti.read_array("a", path, nifti.open_image("a", path))
+    with nifti.open_file("a", path) as stream:
+        return nifti.read_array(nifti.OpenFile("a", path, nifti.read_header("a", path, stream), stream))
 
 
 def refusal(path: Path) -> str:

@@ -11,5 +11,5 @@ In reading order:
 - `volume`, `restore`: a case on the network's grid, label maps, and predictions back on the file's grid, in files
   or in memory.
 - `preprocess`, `intensity`, `cache`: a volume as a training case, and prepared cases in files.
-- `patches`, `augment`, `loader`: from cases to batches.
+- `patches`, `loader`: from cases to batches.
 """

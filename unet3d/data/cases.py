@@ -210,7 +210,7 @@ def _left_out(used: Iterable[Path], is_list: bool) -> Iterator[str]:
     folders = dict.fromkeys(path.parent for path in files)
     others = list[Path]()
     for folder in () if is_list else folders:
-        with suppress(OSError):
+        with suppress(OSError, UserError):
             others += [path for path in volumes_in(folder) if path not in files]
     if others:
         yield f"NIfTI files of no case are not read: {len(others):,} ({shown_names(others, MAX_OTHERS_LISTED)})"

@@ -26,7 +26,7 @@ from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read
 from unet3d.model import geometry
 
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
-CASES_SAMPLED = 200  # whose sizes are compared with the patch
+CASES_SAMPLED = 200  # about so many headers are read where only their sizes are of use
 
 
 class Content(NamedTuple):
@@ -163,7 +163,7 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Dat
                     if data.spacing is not None:
                         kept = _occurring(on_network_grid(label, case, header, data.spacing, dataset.ignore))
                     continue
-                voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
+                voxels, nonfinite = nifti.read_image(file, rules)
             channels += map(channel_digest, voxels)
             if nonfinite:
                 warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
@@ -265,15 +265,10 @@ def _range(triples: Sequence[Sequence[float]]) -> str:
 def read_grids(cases: Sequence[Case], spacing: Sequence[float] | None) -> list[Grid]:
     """Return the grids that the network sees of some cases; those that cannot be read are left out."""
     grids = list[Grid]()
-    for case in cases[:: _step(cases)]:
+    for case in cases[:: 1 + len(cases) // CASES_SAMPLED]:
         with suppress(UserError):  # `check_cases` reports it
             grids.append(read_grid(case, spacing))
     return grids
-
-
-def _step(items: Sequence[object]) -> int:
-    """Return every how many-th of the items leaves at most CASES_SAMPLED."""
-    return -(-len(items) // CASES_SAMPLED) or 1
 
 
 def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None]) -> str | None:
@@ -281,7 +276,7 @@ def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None
 
     A grid is None where it could not be read.
     """
-    grids = [grid for grid in targets[:: _step(targets)] if grid is not None]
+    grids = [grid for grid in targets if grid is not None]
     output = geometry.output_size(patch, effective_model(model))  # valid convolutions return less than they take
     shares = [prod(min(p, n) / p for p, n in zip(output, grid.shape, strict=True)) for grid in grids]
     share = float(np.median(shares)) if shares else 1.0

@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -209,21 +209,27 @@ def channels(image: nib.Nifti1Image) -> int:
     return prod(image.shape[3:])
 
 
-def read_array(case_id: str, path: Path, image: nib.Nifti1Image, stream: BinaryIO | None = None) -> np.ndarray:
+class OpenFile(NamedTuple):
+    """An open NIfTI file: its checked header as an image, and the stream that its voxels are read from."""
+
+    case_id: str
+    path: Path
+    image: nib.Nifti1Image
+    stream: BinaryIO
+
+
+def read_array(file: OpenFile) -> np.ndarray:
     """Return all voxels (X, Y, Z) or (X, Y, Z, C), scaled by the header's slope and intercept.
 
-    Reads from the open `stream`; None: opens the file. Raises UserError if it is damaged.
+    Raises UserError if the file is damaged.
     """
-    opened = open_file(case_id, path) if stream is None else nullcontext(stream)
-    with opened as source:
-        try:
-            with np.errstate(all="ignore"):  # what is then not finite is refused, or counted and replaced
-                array: np.ndarray = np.asanyarray(_voxels(path, image.dataobj, source))
-        except READ_ERRORS as error:
-            raise problem(case_id, path, f"damaged ({error}); replace the file") from error
-    if channels(image) > 1:
-        return array.reshape(*image.shape[:3], -1)
-    return array.reshape(image.shape[:3])
+    image = file.image
+    try:
+        with np.errstate(all="ignore"):  # what is then not finite is refused, or counted and replaced
+            array: np.ndarray = np.asanyarray(_voxels(file.path, image.dataobj, file.stream))
+    except READ_ERRORS as error:
+        raise problem(file.case_id, file.path, f"damaged ({error}); replace the file") from error
+    return array.reshape(*image.shape[:3], *([-1] if channels(image) > 1 else []))
 
 
 def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
@@ -242,35 +248,29 @@ def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
     return ArrayProxy(io.BytesIO(content), (voxels.shape, voxels.dtype, 0, *scale))
 
 
-def read_image(
-    case_id: str, path: Path, image: nib.Nifti1Image, rules: ValidationRules, stream: BinaryIO | None = None
-) -> tuple[np.ndarray, int]:
-    """Return voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0. Raises UserError."""
-    stored = read_array(case_id, path, image, stream)
+def read_image(file: OpenFile, rules: ValidationRules) -> tuple[np.ndarray, int]:
+    """Return voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0.
+
+    Raises UserError, also where float32 has too few numbers for these voxels: their contrast would be lost.
+    """
+    stored = read_array(file)
     with np.errstate(over="ignore"):  # becomes infinite, which is refused below
         array = stored.astype(np.float32, copy=False)
     is_finite = np.isfinite(array)
     nonfinite = int(array.size - np.count_nonzero(is_finite))
     if nonfinite and not rules.nonfinite:
         what = f"{nonfinite} voxels are NaN or infinite; give them a value, e.g. the background's"
-        raise problem(case_id, path, what)
+        raise problem(file.case_id, file.path, what)
     if nonfinite < array.size and not np.can_cast(stored.dtype, np.float32):  # else nothing was rounded
-        _refuse_rounded(case_id, path, stored[is_finite] if nonfinite else stored)
+        finite = stored[is_finite] if nonfinite else stored
+        low, high = finite.min().item(), finite.max().item()
+        step = np.spacing(np.float32(max(-low, high)))
+        if high > low and step * GREYS > high - low:
+            what = f"has values from {low:.12g} to {high:.12g}, of which float32 keeps steps of {step:g}"
+            raise problem(file.case_id, file.path, f"{what}; subtract the offset")
     if nonfinite:
         array = np.where(is_finite, array, np.float32(0))
-    if array.ndim == 3:
-        return array[np.newaxis], nonfinite
-    return np.moveaxis(array, -1, 0), nonfinite
-
-
-def _refuse_rounded(case_id: str, path: Path, stored: np.ndarray) -> None:
-    """Raise UserError where float32 has too few numbers for these voxels: their contrast would be lost."""
-    low = stored.min().item()
-    high = stored.max().item()
-    step = np.spacing(np.float32(max(-low, high)))
-    if high > low and step * GREYS > high - low:
-        what = f"has values from {low:.12g} to {high:.12g}, of which float32 keeps steps of {step:g}"
-        raise problem(case_id, path, f"{what}; subtract the offset")
+    return (array[np.newaxis] if array.ndim == 3 else np.moveaxis(array, -1, 0)), nonfinite
 
 
 def replacement(count: int) -> str:

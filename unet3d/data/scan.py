@@ -25,7 +25,7 @@ from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
 from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
-from unet3d.data.nifti import ValidationRules, affine_if_sound, form_taken, problem, two_sizes
+from unet3d.data.nifti import OpenFile, ValidationRules, affine_if_sound, form_taken, problem, two_sizes
 from unet3d.data.texts import shown_names
 
 MAX_LINES_OF_CASE = 10  # about the files of one case
@@ -36,13 +36,6 @@ BLOCK = 2**12  # bytes of a block that is sampled
 BLOCKS = 16  # blocks that are sampled of a file: all of its bytes up to 64 KiB
 Hashes = dict[str, Any]  # `sample`, `full` or None, and `times`
 Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order
-
-
-class OpenFile(NamedTuple):
-    """An open NIfTI file: its checked header as an image, and the stream that its voxels are read from."""
-
-    image: nib.Nifti1Image
-    stream: BinaryIO
 
 
 class ImageFiles:
@@ -83,7 +76,7 @@ class ImageFiles:
                 self.headers[path] = nifti.read_header(case.id, path, stream, case.affine)
             else:
                 stack.enter_context(stream)
-            yield OpenFile(self.headers[path], stream)
+            yield OpenFile(case.id, path, self.headers[path], stream)
             if keep and len(self._streams) < self._limit:
                 self._streams[path] = stream
                 stack.pop_all()
@@ -377,7 +370,7 @@ def _channels(case: Case, rules: ValidationRules, files: ImageFiles) -> Iterator
     """Yield the channels (X, Y, Z) of a case as its files hold them. Raises UserError."""
     for path in case.images:
         with files.opened(case, path) as file:
-            yield from nifti.read_image(case.id, path, file.image, rules, file.stream)[0]
+            yield from nifti.read_image(file, rules)[0]
 
 
 def _is_turned(channel: np.ndarray, other: np.ndarray) -> bool:

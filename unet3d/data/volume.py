@@ -14,10 +14,10 @@ from nibabel.orientations import apply_orientation
 from unet3d.base.errors import UserError
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.grids import CUBIC, canonical_grid, resample, resample_labels, target_grid
+from unet3d.data.grids import CUBIC, canonical_grid, contradictions, resample, resample_labels, target_grid
 from unet3d.data.labels import Relabel, proposal
-from unet3d.data.nifti import STRICT, ValidationRules, read_image
-from unet3d.data.scan import ImageFiles, OpenFile, contradictions
+from unet3d.data.nifti import STRICT, OpenFile, ValidationRules, read_image
+from unet3d.data.scan import ImageFiles
 
 ROUNDING = 1e-6  # float32's relative rounding of a scaled label
 QUANTUM = 1e-3  # the largest rounding of a label to a file's integers
@@ -81,7 +81,7 @@ def read_volume(
         channels = list[np.ndarray]()
         nonfinite_voxels = 0
         for path in case.images:
-            voxels, nonfinite = read_image(case.id, path, headers[path], rules, opened[path].stream)
+            voxels, nonfinite = read_image(opened[path], rules)
             nonfinite_voxels += nonfinite
             channels += [resample(apply_orientation(channel, axes), source, target, CUBIC) for channel in voxels]
         label = None
@@ -103,7 +103,7 @@ def read_label_map(
     if file is None:
         with ImageFiles().opened(case, path) as opened:
             return read_label_map(case, path, values, opened)
-    array = nifti.read_array(case.id, path, file.image, file.stream)
+    array = nifti.read_array(file)
     return _classes_of(array, values, f"{case.id}: {path}", file.image.dataobj), file.image
 
 
