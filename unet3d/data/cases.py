@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -16,11 +15,10 @@ from unet3d.base.types import Regions
 from unet3d.config.schema import LAYOUTS, Data
 from unet3d.data import nifti
 from unet3d.data.labels import NamedRegions, Relabel, as_classes, class_names, refuse_odd_names, relabelling
-from unet3d.data.texts import is_plain, leaves, shown_names
+from unet3d.data.texts import MAX_OTHERS_LISTED, is_plain, leaves, shown_names
 
 WARNING = "warning: "  # a run starts despite lines that begin so
 MAX_NAME = 255  # bytes of a file's name
-MAX_OTHERS_LISTED = 300  # letters of the names of volumes that are not read
 NAME_SHOWN = 40  # letters of a name that is too long
 
 
@@ -173,25 +171,12 @@ def sorted_cases(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     return tuple(by_id[case_id] for case_id in sorted(by_id))
 
 
-def volumes_in(folder: Path) -> list[Path]:
-    """Return the NIfTI files of a folder by name. Raises UserError where there is no folder."""
-    if not folder.is_dir():
-        what = f"no such folder{backslashes(folder)}"
-        raise UserError(f"{folder}: {what}; check data.root, data/README.md shows the layouts")
-    return [path for path in _visible(folder) if nifti.ending(path)]
-
-
-def _visible(folder: Path) -> list[Path]:
-    """Return what a folder holds by name, but hidden files: a Mac's archives hold a `._name.nii.gz` for each volume."""
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
 def other_volumes(folders: Iterable[Path]) -> str:
     """Return which volumes of formats that are not read lie in these folders, with what helps; "" for none."""
     by_ending = dict[str, list[Path]]()
     for folder in dict.fromkeys(folders):
         with suppress(OSError):
-            for path in _visible(folder):
+            for path in nifti.visible(folder):
                 found = OTHER_ENDINGS.search(path.name)
                 if found is not None:
                     by_ending.setdefault(found.group().lower(), []).append(path)
@@ -211,29 +196,12 @@ def _left_out(used: Iterable[Path], is_list: bool) -> Iterator[str]:
     others = list[Path]()
     for folder in () if is_list else folders:
         with suppress(OSError, UserError):
-            others += [path for path in volumes_in(folder) if path not in files]
+            others += [path for path in nifti.volumes_in(folder) if path not in files]
     if others:
         yield f"NIfTI files of no case are not read: {len(others):,} ({shown_names(others, MAX_OTHERS_LISTED)})"
     unread = other_volumes(folders)
     if unread:
         yield unread
-
-
-def backslashes(name: object) -> str:
-    """Return what is wrong with a path as Windows writes it, where no file has that name; "" for another path."""
-    return ": backslashes are letters of a name, write / between folders" if "\\" in str(name) else ""
-
-
-def by_stem(files: Iterable[Path]) -> dict[str, Path]:
-    """Return files by their names without .nii and .nii.gz. Raises UserError where two share one."""
-    by_name = dict[str, Path]()
-    for path in files:
-        name = nifti.stem(path)
-        if name in by_name:
-            names = f"{by_name[name].name} and {path.name}"
-            raise UserError(f"{path.parent}: {names} are two files of one name, {name}; remove or rename one")
-        by_name[name] = path
-    return by_name
 
 
 def in_order(name: str, files: Sequence[Path], count: int = 0) -> tuple[Path, ...]:
@@ -243,7 +211,7 @@ def in_order(name: str, files: Sequence[Path], count: int = 0) -> tuple[Path, ..
     """
     ordered = sorted(files, key=lambda file: file.name)
     if len({file.parent for file in files}) == 1:
-        by_stem(ordered)
+        nifti.by_stem(ordered)
     stems = [nifti.stem(file) for file in ordered]
     wanted = [f"{name}_{channel:04d}" for channel in range(max(count, len(stems)))]
     holds_all = len(stems) == 1 and stems[0] not in wanted
@@ -261,8 +229,3 @@ def refuse_long(where: object, name: str) -> None:
         what = f"the name of its label map, with .nii.gz, would have more than {MAX_NAME} bytes"
         start = f"{name[:NAME_SHOWN]}..., a name of {len(name)} letters"
         raise UserError(f"{where}: {start}: {what}; rename the case's files")
-
-
-def without_channel(stem: str) -> str:
-    """Return a case's name from its channel's: `case_0001` is `case`."""
-    return re.sub(r"_\d{4}$", "", stem)

@@ -8,14 +8,8 @@ from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Regions
-from unet3d.config.data_rules import (
-    MAX_LABEL,
-    checked_regions,
-    label_sources,
-    refuse_background,
-    refuse_blank,
-    refuse_hidden,
-)
+from unet3d.config import data_rules
+from unet3d.config.data_rules import MAX_LABEL, checked_regions, label_sources, refuse_blank
 from unet3d.config.schema import Data
 from unet3d.data.texts import is_plain, shown, shown_names
 
@@ -43,7 +37,7 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> 
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
     classes = in_sequence(labelled, "labels", where, numbered(labelled))
     refuse_blank(classes, f"{where}: labels")
-    refuse_background(classes, f"{where}: labels")
+    data_rules.refuse_background(classes, f"{where}: labels")
     if len(classes) < 2 or len({*classes}) < len(classes):
         remedy = "give the background and one class or more, each its own name"
         raise UserError(f"{where}: labels {shown(list(classes))}; {remedy}")
@@ -262,7 +256,7 @@ def as_classes(
         problem = f"label {shown(classes[lone[0]])} is in no region"
         raise UserError(f"{where}: {problem}; add it to one, or to 0 of data.label_map")
     of_classes = Regions(tuple(regions), tuple(drawn))
-    refuse_hidden(named.names, of_classes, where)
+    data_rules.refuse_hidden(named.names, of_classes, where)
     return names, of_classes
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
 from math import prod
@@ -98,6 +98,41 @@ def is_compressed(name: str) -> bool:
     return name.lower().endswith(".gz")
 
 
+def volumes_in(folder: Path) -> list[Path]:
+    """Return the NIfTI files of a folder by name. Raises UserError where there is no folder."""
+    if not folder.is_dir():
+        what = f"no such folder{backslashes(folder)}"
+        raise UserError(f"{folder}: {what}; check data.root, data/README.md shows the layouts")
+    return [path for path in visible(folder) if ending(path)]
+
+
+def backslashes(name: object) -> str:
+    """Return what is wrong with a path as Windows writes it, where no file has that name; "" for another path."""
+    return ": backslashes are letters of a name, write / between folders" if "\\" in str(name) else ""
+
+
+def by_stem(files: Iterable[Path]) -> dict[str, Path]:
+    """Return files by their names without .nii and .nii.gz. Raises UserError where two share one."""
+    by_name = dict[str, Path]()
+    for path in files:
+        name = stem(path)
+        if name in by_name:
+            names = f"{by_name[name].name} and {path.name}"
+            raise UserError(f"{path.parent}: {names} are two files of one name, {name}; remove or rename one")
+        by_name[name] = path
+    return by_name
+
+
+def without_channel(stem: str) -> str:
+    """Return a case's name from its channel's: `case_0001` is `case`."""
+    return re.sub(r"_\d{4}$", "", stem)
+
+
+def visible(folder: Path) -> list[Path]:
+    """Return what a folder holds by name, but hidden files: a Mac's archives hold a `._name.nii.gz` for each volume."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def open_file(case_id: str, path: Path) -> BinaryIO:
     """Open a file that has the name and the first bytes of a NIfTI file. Raises UserError."""
     if not ending(path):
@@ -123,8 +158,8 @@ def _absence(case_id: str, path: Path) -> str:
     """Return that a file is missing, and what helps: its name may be written otherwise."""
     is_channel = stem(path)[:-5] == case_id
     what = f"{stem(path)} is missing" if is_channel else "no such file"
-    if "\\" in str(path):
-        return f"{what}: its backslashes are letters of a name here; write / between folders"
+    if backslashes(path):
+        return f"{what}{backslashes(path)}"
     with suppress(OSError):
         for other in sorted(path.parent.iterdir()):
             if ending(other) and stem(other) == stem(path):

@@ -17,18 +17,7 @@ from unet3d.base import progress
 from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
-from unet3d.data.cache import (
-    CASE,
-    LABELS,
-    Arrays,
-    DiskCache,
-    Fits,
-    fit_case,
-    fit_labels,
-    key_of,
-    label_arrays,
-    labels_of,
-)
+from unet3d.data.cache import CASE, LABELS, Arrays, DiskCache, fit_case, fit_labels, key_of, label_arrays, labels_of
 from unet3d.data.cases import Case, DatasetInfo, warn_or_raise
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise_in_place
 from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
@@ -139,7 +128,7 @@ class CaseReader:
         return self._on_disk(case, self.key(case), CASE, make, lambda arrays: fit_case(arrays, channels))
 
     def _on_disk(
-        self, case: Case, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Fits
+        self, case: Case, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Callable[[Arrays], bool]
     ) -> dict[str, np.ndarray]:
         """Return what `disk` holds of a case, or what `make` makes of its files, if they stay. Raises UserError."""
         assert self.disk is not None

@@ -15,6 +15,7 @@ MAX_BYTES = 2**24  # ten thousand cases are 2 MB; parsed, JSON takes many times 
 MAX_SHOWN = 200  # characters of a value in a message
 MAX_ITEMS_SHOWN = 20
 MAX_NAMES = 2_000  # letters of names in a line
+MAX_OTHERS_LISTED = 300  # letters of the names of volumes that are not read
 
 
 def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:

@@ -22,23 +22,13 @@ from unet3d.base.errors import UserError, warn
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
 from unet3d.config.schema import LAYOUTS, Config, Model
+from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules
-from unet3d.data.restore import (
-    ImageLike,
-    Probabilities,
-    ProbabilityMaps,
-    are_paths,
-    largest_components,
-    returned,
-    save_labels,
-    saving_scores,
-    temporary_case,
-    to_original,
-)
+from unet3d.data.restore import ImageLike, ProbabilityMaps, largest_components, save_labels, saving_scores, to_original
 from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
@@ -304,13 +294,13 @@ class Network:
         voxel and class. Of regions there are as many, none of the background. Where an image is far from those of
         training, a line on stderr says so. Raises UserError.
         """
-        with temporary_case(image, spacing, affine, len(self.channels)) as of_files:
+        with restore.temporary_case(image, spacing, affine, len(self.channels)) as of_files:
             case = of_files._replace(affine=self.segmenter.affine)
             for line in doubtful_places_in([case]):
-                warn(line if are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
-            scores = Probabilities(case) if probabilities else None
-            labels = returned(image, self.segmenter.labels(case, scores), case)
-            return labels if scores is None else (labels, returned(image, scores.scores, case))
+                warn(line if restore.are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
+            scores = restore.Probabilities(case) if probabilities else None
+            labels = restore.returned(image, self.segmenter.labels(case, scores), case)
+            return labels if scores is None else (labels, restore.returned(image, scores.scores, case))
 
 
 def load(

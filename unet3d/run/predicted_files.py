@@ -17,9 +17,9 @@ from typing import Any
 
 from unet3d.base.errors import UserError, not_saved, warn
 from unet3d.base.files import read_lines
-from unet3d.data.cases import Case, backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
+from unet3d.data.cases import Case, in_order, other_volumes, refuse_long
 from unet3d.data.grids import contradictions, foreign_units
-from unet3d.data.nifti import channels, in_one_line, open_image, stem
+from unet3d.data.nifti import backslashes, channels, in_one_line, open_image, stem, volumes_in, without_channel
 from unet3d.data.scan import doubtful_places, file_hashes
 
 RECORD = "predictions.jsonl"

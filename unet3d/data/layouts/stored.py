@@ -16,22 +16,9 @@ from unet3d.base.files import NIFTI_ENDINGS
 from unet3d.config.data_rules import checked_regions
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import (
-    MAX_OTHERS_LISTED,
-    Case,
-    DatasetInfo,
-    by_stem,
-    in_order,
-    inside,
-    layout,
-    other_volumes,
-    sorted_cases,
-    volumes_in,
-    with_classes,
-    without_channel,
-)
+from unet3d.data.cases import Case, DatasetInfo, in_order, inside, layout, other_volumes, sorted_cases, with_classes
 from unet3d.data.labels import NamedRegions, asked_regions, in_sequence
-from unet3d.data.texts import MAX_SHOWN, is_plain, leaves, read_json, shown, shown_names
+from unet3d.data.texts import MAX_OTHERS_LISTED, MAX_SHOWN, is_plain, leaves, read_json, shown, shown_names
 
 JSON_TYPES: dict[type, str] = {dict: "object", list: "list", str: "string"}
 MAX_PATH = 1024  # characters of a path
@@ -182,8 +169,8 @@ def nnunet(root: Path, data: Data) -> DatasetInfo:
     """
     about = DatasetJson(root, data.allow_outside)
     if "modality" in about.content and "channel_names" not in about.content:
-        for path in volumes_in(root / "imagesTr"):
-            about.refuse_version_1(path.with_name(f"{without_channel(nifti.stem(path))}.nii.gz"))
+        for path in nifti.volumes_in(root / "imagesTr"):
+            about.refuse_version_1(path.with_name(f"{nifti.without_channel(nifti.stem(path))}.nii.gz"))
         raise UserError(f"{about.where} is in Decathlon's format; read it with data=decathlon")
     ending = about.file_ending()
     channels = in_sequence(about.numbered("channel_names"), "channel_names", about.where)
@@ -213,10 +200,10 @@ def nnunet(root: Path, data: Data) -> DatasetInfo:
 def _cases(root: Path, ending: str, channels: int, about: DatasetJson) -> tuple[Case, ...]:
     """Return every case with a label or an image; a missing file is reported when it is opened. Raises UserError."""
     images = root / "imagesTr"
-    maps = by_stem(volumes_in(root / "labelsTr"))
-    present = by_stem(volumes_in(images))
+    maps = nifti.by_stem(nifti.volumes_in(root / "labelsTr"))
+    present = nifti.by_stem(nifti.volumes_in(images))
     _refuse_channel_names(maps, present)
-    names = {*maps, *map(without_channel, present)}
+    names = {*maps, *map(nifti.without_channel, present)}
     wanted = len(names) * channels
     if wanted > MAX_ABSENT * (len(present) + 100):
         what = f"{channels:,} channels, which are {wanted:,} files of {len(names):,} cases"
@@ -287,7 +274,7 @@ def folders(root: Path, data: Data) -> DatasetInfo:
 
 def _cases_of_folders(images: Path, labels: Path) -> tuple[Case, ...]:
     """Return the cases of a folder of images and one of label maps. Raises UserError."""
-    maps = by_stem(volumes_in(labels))
+    maps = nifti.by_stem(nifti.volumes_in(labels))
     sorted_cases((Case(name, (), path) for name, path in maps.items()), labels)
     grouped = _images_by_case(images, maps)
     return sorted_cases((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)
@@ -295,18 +282,18 @@ def _cases_of_folders(images: Path, labels: Path) -> tuple[Case, ...]:
 
 def _images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Path]]:
     """Return the images of a folder by case, whose label maps have these names. Raises UserError where one has none."""
-    stems = by_stem(volumes_in(images))
-    counts = Counter(map(without_channel, maps))
+    stems = nifti.by_stem(nifti.volumes_in(images))
+    counts = Counter(map(nifti.without_channel, maps))
     of_several = {}
     for name, path in maps.items():
-        case_id = without_channel(name)
+        case_id = nifti.without_channel(name)
         if f"{case_id}_0001" in stems and counts[case_id] == 1:  # else cases are numbered so
             of_several[name] = path
     _refuse_channel_names(of_several, stems)
     grouped = dict[str, list[Path]]()
     for name, path in stems.items():
         # scan_2019 ends like a channel; it is one only beside scan_0000, and if no label map is called scan_2019.
-        case_id = without_channel(name)
+        case_id = nifti.without_channel(name)
         first = f"{case_id}_0000"
         is_channel = first in stems and first not in maps and name not in maps
         grouped.setdefault(case_id if is_channel else name, []).append(path)
@@ -315,11 +302,11 @@ def _images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Pa
         first, *others = without_image
         listed = shown_names(others, MAX_MAPS_LISTED)
         more = f"; nor of {listed}" if others else ""
-        is_short = any(without_channel(name) == first for name in stems)
+        is_short = any(nifti.without_channel(name) == first for name in stems)
         what = f"{first}_0000 is missing" if is_short else "no image of that name"
         remedy = other_volumes([images]) or "add it or remove the label map"
-        if without_channel(first) in stems and first != without_channel(first):
-            remedy = f"a label map is called as its case, {without_channel(first)}, without a channel's number"
+        if nifti.without_channel(first) in stems and first != nifti.without_channel(first):
+            remedy = f"a label map is called as its case, {nifti.without_channel(first)}, without a channel's number"
         raise UserError(f"{maps[first]}: {what} in {images}{more}; {remedy}")
     return grouped
 
@@ -327,9 +314,9 @@ def _images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Pa
 def _refuse_channel_names(maps: Mapping[str, Path], images: Container[str]) -> None:
     """Raise UserError for label maps called as a channel of their case; `maps` and `images` by their names."""
     wrong = [path for name, path in maps.items() if name in images and f"{name}_0000" not in images]
-    wrong = [path for path in wrong if nifti.stem(path) != without_channel(nifti.stem(path))]
+    wrong = [path for path in wrong if nifti.stem(path) != nifti.without_channel(nifti.stem(path))]
     if wrong:
-        name = without_channel(nifti.stem(wrong[0]))
+        name = nifti.without_channel(nifti.stem(wrong[0]))
         what = "is called as a channel; a label map is called as its case, without _0000"
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UserError(f"{wrong[0]}: {what}: rename it to {name}{nifti.ending(wrong[0])}{more}")
