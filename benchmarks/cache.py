@@ -70,7 +70,7 @@ def drop(data: PreparedData, root: Path) -> None:
     assert data.read.cache is not None
     data.read.cache.clear()
     gc.collect()
-    for path in root.glob("cache/*/*.npy"):
+    for path in root.glob("cache/*.arrays"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -104,7 +104,7 @@ def serve(way: str, root: Path, room: int) -> None:
 
 def warm(root: Path) -> None:
     """The files of the cache enter the page cache."""
-    for path in root.glob("cache/*/*.npy"):
+    for path in root.glob("cache/*.arrays"):
         with path.open("rb") as file:
             while file.read(MIB):
                 pass

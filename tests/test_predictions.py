@@ -406,7 +406,7 @@ def scans(place: Path) -> list[Path]:
 
 def predict_and_die(words: list[str], number: int) -> None:
     """Killed as it is to write label map `number`, of which the probabilities are there already."""
-    call(predict, "save_labels", number, kill)
+    call(predict, "save_image", number, kill)
     face(*words)
 
 

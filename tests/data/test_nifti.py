@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from guards import nothing, without
 from nibabel.arrayproxy import ArrayProxy
-from nifti_files import LPS, doubtful_places, holds, image, label, write, write_header
+from nifti_files import LPS, doubtful_places, holds, image, label, save_labels, write, write_header
 from promises import promise
 
 from unet3d.base.errors import UserError
@@ -235,7 +235,7 @@ def test_an_affine_is_that_of_the_form_and_the_header_stays_as_it_is(
     np.testing.assert_allclose(found.affine, wanted, atol=1e-5)
     for name in ("sform", "qform"):
         assert np.array_equal(getattr(found, f"get_{name}")(), getattr(nib.load(path), f"get_{name}")())
-    restore.save_labels(tmp_path / "map.nii", label(), found)
+    restore.save_image(tmp_path / "map.nii", restore.image_like(label(), found))
     assert np.array_equal(nib.load(tmp_path / "map.nii").affine, nib.load(path).affine), "as viewers show the image"
     if form in ("sform", "qform"):
         write_header(path, f"{form}_code", 0)
@@ -430,7 +430,7 @@ def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
     nib.save(tilted(kind, shape), like)
     before = nib.load(like)
     path = tmp_path / "out.nii.gz"
-    restore.save_labels(path, label(), like)
+    save_labels(path, label(), like)
     after = nib.load(path)
     assert type(after) is kind
     kept = ("qform_code", "sform_code", "srow_x", "srow_y", "srow_z", "qoffset_x", "quatern_b", "xyzt_units", "descrip")
@@ -446,7 +446,7 @@ def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
 
 def test_labels_above_255_are_saved_as_uint16(tmp_path: Path) -> None:
     like = write(tmp_path / "like.nii", image())
-    restore.save_labels(tmp_path / "out.nii", np.full((6, 5, 4), 256), like)
+    save_labels(tmp_path / "out.nii", np.full((6, 5, 4), 256), like)
     saved = nib.load(tmp_path / "out.nii")
     assert saved.get_data_dtype() == np.uint16
     assert saved.get_fdata().min() == 256

@@ -213,16 +213,6 @@ def _stray(mask: np.ndarray) -> np.ndarray:
     return stray
 
 
-def save_labels(path: Path, labels: np.ndarray, like: Path | nib.Nifti1Image) -> None:
-    """Write integer labels (X, Y, Z) on the grid of the image `like`, as uint8 or uint16. Raises UserError, OSError."""
-    save_image(path, image_like(labels, _header_of(like, path)))
-
-
-def _header_of(like: Path | nib.Nifti1Image, path: Path) -> nib.Nifti1Image:
-    """Return the image whose grid the file at `path` is to have. Raises UserError."""
-    return open_image(stem(path), like) if isinstance(like, Path) else like
-
-
 @quiet_nibabel()
 def image_like(voxels: np.ndarray, source: nib.Nifti1Image) -> nib.Nifti1Image:
     """Return integer labels as uint8 or uint16, or scores (X, Y, Z, K) as float32, as an image like `source`."""
@@ -244,14 +234,13 @@ def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1He
 
 
 @contextmanager
-def saving_scores(path: Path, like: Path | nib.Nifti1Image) -> Iterator[Callable[[int, int], np.ndarray]]:
+def saving_scores(path: Path, like: nib.Nifti1Image) -> Iterator[Callable[[int, int], np.ndarray]]:
     """Write float32 scores (X, Y, Z, K) on the grid of the image `like` to `path` (.nii). Raises UserError, OSError.
 
     Yields `open_scores(label, classes)`, which returns a memory map (X, Y, Z) of that class.
     """
-    source = _header_of(like, path)
-    header = _header_like(source, np.float32)
-    shape = source.shape[:3]
+    header = _header_like(like, np.float32)
+    shape = like.shape[:3]
     offset = header.single_vox_offset
     header["vox_offset"] = offset
     class_bytes = 4 * prod(shape)
