@@ -138,8 +138,14 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         notes += misread(dataset.classes, dataset.regions)
     for note in notes:
         yield f"{WARNING}{dataset.name}: {note}"
-    if all(case.id in contents for case in (*train, *val)) and contents:
-        yield from _absences_in_files(dataset, data, train, val, contents)
+    if not contents or any(case.id not in contents for case in (*train, *val)):
+        return
+    learned, scored = ({label for case in part for label in contents[case.id].kept} for part in (train, val))
+    stored = {label for case in train for label in contents[case.id].labels}
+    yield from absences(dataset, data, learned, scored, stored)
+    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
+    if absent:
+        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
 
 
 def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> Content | list[UserError | str]:
@@ -208,18 +214,6 @@ def _with_label_map(
     lines[place] = f"{dataset.name}: the label maps of {len(unknown)} cases hold {held}: {remedy} (the first: {first})"
     lines[place + 1 :] = [line for line in lines[place + 1 :] if line not in listed_before]
     return options
-
-
-def _absences_in_files(
-    dataset: DatasetInfo, data: Data, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]
-) -> Iterator[str]:
-    """Yield classes that do not occur in training or held-out cases, all of which were read."""
-    learned, scored = ({label for case in part for label in contents[case.id].kept} for part in (train, val))
-    stored = {label for case in train for label in contents[case.id].labels}
-    yield from absences(dataset, data, learned, scored, stored)
-    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
-    if absent:
-        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
 
 
 def _class_words(dataset: DatasetInfo) -> list[str]:

@@ -149,9 +149,8 @@ class SeenChannel:
         low, high = (rule.low, rule.high) if rule.kind == "ct" else self.span
         shares = _beyond(voxels, rule, self.span)
         odd = []
-        for share, seen, where in zip(
-            shares, (self.below, self.above), (f"below {low:g}", f"above {high:g}"), strict=True
-        ):
+        ends = (shares[0], self.below, f"below {low:g}"), (shares[1], self.above, f"above {high:g}")
+        for share, seen, where in ends:
             limit = f"at most {_percent(seen[1])}" if share > seen[1] else f"at least {_percent(seen[0])}"
             words = f"{_percent(share)} of its voxels are {where}, in training {limit}: other units?"
             odd.append((max(share - seen[1], seen[0] - share), words))
