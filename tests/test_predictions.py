@@ -26,6 +26,7 @@ import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
 from unet3d.base.types import ProbabilityBlock
+from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid
 from unet3d.data.intensity import Intensity, normalise
@@ -34,7 +35,7 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
-from unet3d.run import predict, predicted_files, validation
+from unet3d.run import predicted_files, validation
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import Predictions, evaluate
 from unet3d.training import checkpoint
@@ -406,7 +407,7 @@ def scans(place: Path) -> list[Path]:
 
 def predict_and_die(words: list[str], number: int) -> None:
     """Killed as it is to write label map `number`, of which the probabilities are there already."""
-    call(predict, "save_image", number, kill)
+    call(restore, "save_image", number, kill)
     face(*words)
 
 

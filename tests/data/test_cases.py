@@ -209,7 +209,7 @@ def test_links_that_stay_inside_and_a_linked_root_are_read(tmp_path: Path) -> No
 
 
 @promise("data sets", "paths in dataset.json, and ...")
-@without("unet3d.data.layouts.stored.leaves", no, only="label-")
+@without("unet3d.data.cases.leaves", no, only="label-")
 @pytest.mark.parametrize("layout", ["folders", "nnunet"])
 @pytest.mark.parametrize("linked", ["image", "label", "folder", "dataset.json"])
 def test_a_link_out_of_the_root_is_refused_in_every_layout(tmp_path: Path, layout: str, linked: str) -> None:

@@ -28,15 +28,7 @@ from unet3d.data.grids import Grid
 from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
 from unet3d.data.nifti import STRICT, ValidationRules
-from unet3d.data.restore import (
-    ImageLike,
-    ProbabilityMaps,
-    image_like,
-    largest_components,
-    save_image,
-    saving_scores,
-    to_original,
-)
+from unet3d.data.restore import ImageLike, ProbabilityMaps, largest_components, saving_scores, to_original
 from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
@@ -132,7 +124,8 @@ def save_prediction(
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
         labels = to_original(strips, case, spacing, open_scores, like, regions)
     labels = largest_components(labels, largest)
-    save_image(path, image_like(with_values(labels, values), like))  # last: where a label map is, all of the case is
+    # Last: where a label map is, all of the case is.
+    restore.save_image(path, restore.image_like(with_values(labels, values), like))
 
 
 def open_segmenter(
