@@ -26,6 +26,7 @@ import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
 from unet3d.base.types import ProbabilityBlock
+from unet3d.config.schema import Data
 from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid
@@ -357,7 +358,7 @@ def test_the_files_of_a_case_are_those_of_dense_probabilities(
     voxels = np.random.default_rng(0).normal(size=(19, 41, 23)).astype(np.float32)
     nib.save(nib.Nifti1Image(voxels, affine), tmp_path / "a.nii.gz")
     case, paths = Case("a", (tmp_path / "a.nii.gz",), None), [tmp_path / "labels.nii.gz", tmp_path / "scores.nii"]
-    volume = Segmenter(predictor, rules, spacing).to_file(case, *paths)
+    volume = Segmenter(predictor, rules, Data(spacing=spacing)).to_file(case, *paths)
     dense = predictor.probabilities(torch.from_numpy(normalise(volume.image, rules))).numpy()
     stored, target = nib.load(case.images[0]), canonical_grid(nib.load(case.images[0]))
     matrix = np.linalg.inv(volume.affine) @ target.affine

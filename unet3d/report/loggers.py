@@ -38,7 +38,7 @@ Make = Callable[[Config, Path], Logger]
 
 
 class Loggers:
-    """Passes each call of `scalars`, `image`, `table`, `summary`, `checkpoint`, `close` on to the loggers that have it.
+    """Passes each call of a `Logger`'s method on to the loggers that have it.
 
     A logger that raises is dropped with one line on stderr.
     """
@@ -49,8 +49,11 @@ class Loggers:
     def add(self, logger: Logger) -> None:
         self._loggers.append(logger)
 
+    def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
+        self._call("scalars", values, step)
+
     def __getattr__(self, method: str) -> Callable[..., None]:
-        """Return what calls a method of all loggers."""
+        """Return what calls a method that a logger may have."""
         return partial(self._call, method)
 
     @property

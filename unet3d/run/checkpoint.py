@@ -47,11 +47,6 @@ class TrainedNetworks:
         """Return the regions that the networks predict; None where their classes exclude each other."""
         return self.config.model.output_regions
 
-    @property
-    def label_count(self) -> int:
-        """Return the number of labels in their label maps, background with them."""
-        return len(self.classes) if self.regions is None else self.regions.label_count
-
     def digest(self) -> str:
         """Return a digest of all that a label map follows from, but for options of inference."""
         data = self.config.data

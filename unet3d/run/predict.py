@@ -21,13 +21,13 @@ from unet3d import build
 from unet3d.base.errors import UserError, warn
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
-from unet3d.config.schema import LAYOUTS, Config, Model
+from unet3d.config.schema import Config, Data, Model
 from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
-from unet3d.data.nifti import STRICT, ValidationRules
+from unet3d.data.nifti import ValidationRules
 from unet3d.data.restore import ImageLike, ProbabilityMaps, largest_components, saving_scores, to_original
 from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
@@ -46,14 +46,9 @@ class Segmenter:
 
     predictor: Predictor
     intensity: tuple[Intensity, ...]
-    spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
-    rules: ValidationRules = STRICT
-    affine: str = "auto"  # data.affine of training: how headers are read
-    by_channel: bool = False  # files are of one channel each, and named so, even a single one
-    values: tuple[int, ...] | None = None  # of the classes, or regions' labels, in label maps; None: their numbers
-    written: str = ""  # these values and the classes' names, in words
+    options: Data  # of training: the grid, how headers are read, which value label maps have for a class
+    classes: tuple[str, ...] = ()  # their names, background first
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
-    kept: str = ""  # their names
     seen: Seen | None = None  # what the training cases were like
     origin: dict[str, Any] = field(default_factory=dict)  # a digest, and options that change label maps
 
@@ -65,7 +60,7 @@ class Segmenter:
         volume = self._read(case)
         strips = self._strips(volume, case)
         save_prediction(
-            path, strips, case, self.spacing, scores, self.values, regions=self.regions, largest=self.largest
+            path, strips, case, self.options.spacing, scores, self.values, regions=self.regions, largest=self.largest
         )
         return volume
 
@@ -74,17 +69,32 @@ class Segmenter:
         """Return the regions that the networks predict; None where their classes exclude each other."""
         return self.predictor.options.output_regions
 
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Return the value of each class, or of each label of regions, in label maps."""
+        count = self.predictor.options.classes if self.regions is None else self.regions.label_count
+        assert count is not None
+        return written_values(self.options, count)
+
+    @property
+    def written(self) -> str:
+        """Return these values and the classes' names in words."""
+        if self.regions is None:
+            return written_words(self.options, self.classes)
+        return region_words(self.options, self.classes, self.regions)
+
     def labels(self, case: Case, open_scores: ProbabilityMaps | None = None) -> np.ndarray:
         """Return the labels (X, Y, Z) of a case in the axes of its first file; `to_original` writes probabilities.
 
         Raises UserError.
         """
         strips = self._strips(self._read(case), case)
-        labels = to_original(strips, case, self.spacing, open_scores, regions=self.regions)
+        labels = to_original(strips, case, self.options.spacing, open_scores, regions=self.regions)
         return with_values(largest_components(labels, self.largest), self.values)
 
     def _read(self, case: Case) -> Volume:
-        volume = read_volume(case._replace(label=None), LabelValues(0), self.spacing, self.rules)
+        accepted = ValidationRules.of(self.options)
+        volume = read_volume(case._replace(label=None), LabelValues(0), self.options.spacing, accepted)
         channels = f"{len(volume.image)} channels; this network takes {len(self.intensity)}"
         if len(volume.image) != len(self.intensity):
             raise UserError(f"{case.id}: {case.images[0]} has {channels}")
@@ -95,7 +105,8 @@ class Segmenter:
         if self.seen is not None:
             x, y, z = image.shape[1:]
             grid = Grid((x, y, z), volume.affine)
-            differences = list(self.seen.differences(image, self.intensity, grid, self.spacing is not None))
+            is_resampled = self.options.spacing is not None
+            differences = list(self.seen.differences(image, self.intensity, grid, is_resampled))
             if differences:
                 warn(f"{case.id}: {'; '.join(differences)}")
         return self.predictor.strips(torch.from_numpy(image), case.named)
@@ -173,23 +184,7 @@ def segmenter(
         if "overlap" in given and config.model.padding == "valid":
             warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
         predictor = _predictor(trained, config)
-    if trained.regions is None:
-        written = written_words(config.data, trained.classes)
-    else:
-        written = region_words(config.data, trained.classes, trained.regions)
-    return Segmenter(
-        predictor,
-        intensity=trained.intensity,
-        spacing=config.data.spacing,
-        rules=ValidationRules.of(config.data),
-        affine=config.data.affine,
-        by_channel=LAYOUTS[config.data.format].get("by_channel", False),
-        values=written_values(config.data, trained.label_count),
-        written=written,
-        largest=trained.largest,
-        kept=", ".join(trained.classes[number] for number in trained.largest),
-        seen=trained.seen,
-    )
+    return Segmenter(predictor, trained.intensity, config.data, trained.classes, trained.largest, trained.seen)
 
 
 def _predictor(trained: TrainedNetworks, config: Config) -> Predictor:
@@ -273,10 +268,8 @@ class Network:
         Of regions, what each is drawn as, later ones over earlier ones.
         """
         regions = self.segmenter.regions
-        if regions is None:
-            return self.segmenter.values or tuple(range(len(self.classes)))
-        of_labels = self.segmenter.values or tuple(range(regions.label_count))
-        return tuple(of_labels[label] for label in (0, *regions.drawn))
+        values = self.segmenter.values
+        return values if regions is None else tuple(values[label] for label in (0, *regions.drawn))
 
     def segment(
         self,
@@ -296,7 +289,7 @@ class Network:
         training, a line on stderr says so. Raises UserError.
         """
         with restore.temporary_case(image, spacing, affine, len(self.channels)) as of_files:
-            case = of_files._replace(affine=self.segmenter.affine)
+            case = of_files._replace(affine=self.segmenter.options.affine)
             for line in doubtful_places_in([case]):
                 warn(line if restore.are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
             scores = restore.Probabilities(case) if probabilities else None

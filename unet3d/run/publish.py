@@ -129,7 +129,7 @@ def score(
     _warn_of_seen_cases(source, held_out)
     segmenter = predict.segmenter(networks, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
-    has_own_grids = any(is_resampled(case, segmenter.spacing) for case in held_out)
+    has_own_grids = any(is_resampled(case, segmenter.options.spacing) for case in held_out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         text = _scores(segmenter, held_out, dataset, config.data, has_own_grids)
@@ -174,11 +174,11 @@ def _scores(
 ) -> str:
     """Return scores.csv of the cases; where files have grids of their own, these come first."""
     accepted = ValidationRules.of(options)
-    reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=accepted)
+    reader = CaseReader(dataset, segmenter.options.spacing, segmenter.intensity, cache=None, rules=accepted)
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        labels = to_original(strips, case, segmenter.spacing, regions=segmenter.regions)
+        labels = to_original(strips, case, segmenter.options.spacing, regions=segmenter.regions)
         prediction = largest_components(labels, segmenter.largest)
         own_grid_scores.append(score_on_own_grid(case, prediction, dataset))
 
