@@ -118,7 +118,7 @@ def values_by_path(network: nn.Module, code: Code) -> dict[str, list[Any]]:
         values.setdefault(f"{path}.{name}".removeprefix("."), []).append(value)
     for module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            values[f"{path_of[module]}.{name}".removeprefix(".")].append(Same(tensor))
+            values[f"{path_of[module]}.{name}".removeprefix(".")].append(tensor if tensor is None else Same(tensor))
     return values
 
 
