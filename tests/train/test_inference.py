@@ -26,7 +26,7 @@ from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.training import inference
+from unet3d.training import windows
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.windows import (
@@ -538,10 +538,10 @@ def test_sums_are_on_the_device_where_they_fit_beside_a_pass(monkeypatch: pytest
     window_bytes = 1000
     needed = Seen().needed + window_bytes
     for free, is_there in ((needed, True), (needed - 1, False), (0, False)):
-        monkeypatch.setattr(inference, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(windows, "free_bytes", lambda device, free=free: free)
         seen = Seen(window_bytes=window_bytes)
         assert (seen.copies == seen.strips) == is_there
-    monkeypatch.setattr(inference, "free_bytes", lambda device: needed)
+    monkeypatch.setattr(windows, "free_bytes", lambda device: needed)
     unknown = Seen()
     assert unknown.copies == unknown.windows, "what a pass needs is not known"
 
