@@ -104,7 +104,7 @@ def corners_anywhere(sizes: Sequence[int], window: Sequence[int], strides: Seque
 
 
 @promise("Prediction", "windows of any number ...")
-@without("unet3d.training.inference.aligned_corners", corners_anywhere)
+@without("unet3d.training.windows.aligned_corners", corners_anywhere)
 def test_valid_tiles_have_no_seams(network: Network) -> None:
     """Tiled and whole output are equal, and the volume needs no fitting size."""
     model = network(*VALID)
@@ -350,7 +350,7 @@ def worst_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> tupl
 
 
 @promise("Prediction", "a volume whose probabilities ...")
-@without("unet3d.training.inference.scan_order", worst_order)
+@without("unet3d.training.windows.scan_order", worst_order)
 def test_memory_is_that_of_a_strip_and_of_what_slabs_share_whatever_the_length() -> None:
     """Beside the window's own logits: K maps of 4 bytes, half a window deep across the volume, and one strip."""
     classes, w = 20, 16
