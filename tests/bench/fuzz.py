@@ -138,7 +138,7 @@ class SoundRun:
     """A run folder that is sound, the state of its training, and what is done with copies of it."""
 
     def __init__(self, place: Path) -> None:
-        words = [sys.executable, str(Path(plan.__file__).parents[2] / "train.py"), *RUN]
+        words = [sys.executable, str(Path(build.__file__).parents[1] / "train.py"), *RUN]
         subprocess.run(words, cwd=place, check=True, capture_output=True, env=os.environ | {"WANDB_MODE": "disabled"})
         self.folder = place / "run"
         for path in (self.folder / "report.html", self.folder / "metrics.csv"):

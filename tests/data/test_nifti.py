@@ -29,7 +29,7 @@ compress = gzip.compress
 
 def read(path: Path) -> np.ndarray:
     with nifti.open_file("a", path) as stream:
-        return nifti.read_array(nifti.OpenFile("a", path, nifti.read_header("a", path, stream), stream))
+        return nifti.read_array(nifti.OpenFile("a", path, nifti.open_image("a", path), stream))
 
 
 def refusal(path: Path) -> str:
