@@ -156,15 +156,10 @@ class _Splines:
     def _joined(self, label: int, strip: ProbabilityBlock) -> np.ndarray:
         """Return a class's map of the strip, behind the plane and the row before it."""
         slab, row, _ = strip.axes
-        class_map = strip.probabilities[label].numpy()
-        if label not in self._planes:
-            shape = list(strip.sizes)
-            shape[slab] = 1
-            self._planes[label] = np.empty(shape, np.float32)
-        index = list(strip.box)
-        index[slab] = slice(None)
-        plane = self._planes[label][tuple(index)]
-        joined = class_map
+        joined = class_map = strip.probabilities[label].numpy()
+        sizes = [1 if axis == slab else size for axis, size in enumerate(strip.sizes)]
+        index = tuple(slice(None) if axis == slab else part for axis, part in enumerate(strip.box))
+        plane = self._planes.setdefault(label, np.empty(sizes, np.float32))[index]
         if strip.corner[slab]:
             joined = np.concatenate([plane, joined], slab)
         plane[...] = class_map.take([-1], slab)
@@ -177,9 +172,7 @@ class _Splines:
         """Return the values of the strip's voxels at the new voxels of the box, float32."""
         for axis, (after, share) in enumerate(self._axes):
             behind = after[box[axis]] - max(strip.corner[axis] - 1, 0)
-            shape = [1, 1, 1]
-            shape[axis] = -1
-            part = share[box[axis]].reshape(shape)
+            part = share[box[axis]].reshape([-1 if other == axis else 1 for other in range(3)])
             before = values.take(np.maximum(behind - 1, 0), axis)
             values = before * (1 - part) + values.take(behind, axis) * part
         return values.astype(np.float32)

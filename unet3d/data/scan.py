@@ -81,10 +81,6 @@ class ImageFiles:
                 self._streams[path] = stream
                 stack.pop_all()
 
-    def holds(self, case: Case) -> bool:
-        """Return whether all files of a case are still open since their scan."""
-        return all(path in self._streams for path in case.files)
-
     def header(self, case: Case, path: Path) -> nib.Nifti1Image:
         """Return the header of a file as an image, as it was when the file was opened last. Raises UserError."""
         if path not in self.headers:

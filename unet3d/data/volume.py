@@ -64,14 +64,13 @@ def read_volume(
 ) -> Volume:
     """Return the case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked.
 
-    Reads from `files` where they are still open since their scan, which has found no contradiction. Raises UserError.
+    Reads from `files` where they are still open since their scan. Raises UserError.
     """
     files = files or ImageFiles()
-    is_scanned = files.holds(case)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(files.opened(case, path)) for path in case.files}
         headers = {path: file.image for path, file in opened.items()}
-        for error, is_accepted in () if is_scanned else contradictions(case, headers, rules.affine):
+        for error, is_accepted in contradictions(case, headers, rules.affine):
             if not is_accepted:
                 raise error
         first = headers[case.images[0]]
