@@ -31,9 +31,8 @@ import torch
 
 from unet3d.base.types import MIB, mib
 from unet3d.config.schema import Augment, Config, Data
-from unet3d.data import augment
 from unet3d.data.loader import batches
-from unet3d.data.patches import Patches
+from unet3d.data.patches import Patches, intensity_changes
 from unet3d.data.prepare import PreparedData, prepare_data
 
 SIDE, BYTES = 160, 6  # voxels of a case along each axis; of a voxel once prepared
@@ -71,7 +70,7 @@ def drop(data: PreparedData, root: Path) -> None:
     assert data.read.cache is not None
     data.read.cache.clear()
     gc.collect()
-    for path in root.glob("cache/*/*.npy"):
+    for path in root.glob("cache/*.arrays"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -79,7 +78,7 @@ def drop(data: PreparedData, root: Path) -> None:
 def serve(way: str, root: Path, room: int) -> None:
     """Answer each line of stdin, a row of the table and a round, by seconds and a digest of the patches."""
     torch.set_num_threads(1)
-    augment.prepare(Augment())  # what is loaded late
+    intensity_changes(Augment())  # what is loaded late
     if way == "disk":
         most = allocated() + room * MIB
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -105,7 +104,7 @@ def serve(way: str, root: Path, room: int) -> None:
 
 def warm(root: Path) -> None:
     """The files of the cache enter the page cache."""
-    for path in root.glob("cache/*/*.npy"):
+    for path in root.glob("cache/*.arrays"):
         with path.open("rb") as file:
             while file.read(MIB):
                 pass
@@ -133,7 +132,7 @@ def begin(way: str, root: Path, room: int) -> subprocess.Popen:
 
 def limit_of(room: int) -> int:
     """What the process of data.cache=disk will be allowed."""
-    program = "import cache as c; c.torch.set_num_threads(1); c.augment.prepare(c.Augment()); print(c.allocated())"
+    program = "import cache as c; c.torch.set_num_threads(1); c.intensity_changes(c.Augment()); print(c.allocated())"
     found = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, check=True)
     return int(found.stdout) + room * MIB
 

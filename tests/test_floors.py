@@ -19,7 +19,7 @@ LAYERS = (
     ("build",),
     ("memory",),
     ("planning",),
-    ("run.run_folder", "run.record", "run.environment"),
+    ("run.run_folder", "run.record"),
     ("report",),
     ("run",),
     ("cli", "__main__"),
@@ -28,12 +28,12 @@ LAYERS = (
 LIBRARIES = {
     "hydra": {"config.compose", "config.hydra_errors", "cli"},
     "wandb": {"report.wandb_logger"},
-    "tensorboard": {"report.tensorboard_logger"},
+    "tensorboard": {"report.loggers"},
     "nibabel": {"data"},
     "nilearn": {"data.layouts.generated"},
-    "monai": {"training.metrics", "data.augment"},
+    "monai": {"training.metrics", "data.patches"},
     "matplotlib": {"report"},
-    "rich": {"base.progress", "base.terminal", "report.terminal_logger"},
+    "rich": {"base.progress", "base.terminal", "report.loggers"},
     "jinja2": {"report.page"},
 }
 WITHOUT_TORCH = (
@@ -136,5 +136,5 @@ def test_what_answers_a_typo_loads_no_torch() -> None:
 
 def test_a_run_is_imported_without_what_only_some_runs_use() -> None:
     names = "monai", "scipy.ndimage", "scipy.interpolate", "scipy.spatial", "matplotlib", "wandb", "torch._dynamo"
-    program = f"import sys, unet3d.run.open_run; print([name for name in {names} if name in sys.modules])"
+    program = f"import sys, unet3d.run.job; print([name for name in {names} if name in sys.modules])"
     assert printed_by(program) == "[]\n"

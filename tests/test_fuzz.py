@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import fuzz
 
-from unet3d.data import dataset_json, nifti
+from unet3d.data import nifti, texts
 from unet3d.report import case_plots
 from unet3d.run import record, run_folder
 
@@ -60,7 +60,7 @@ def outcome(tmp_path: Path, watch: fuzz.Watch) -> set[str]:
 
 
 def test_a_file_opened_outside_is_noticed(tmp_path: Path, watch: fuzz.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_json, "leaves", lambda root, path: False)
+    monkeypatch.setattr(texts, "leaves", lambda root, path: False)
     monkeypatch.setattr(fuzz, "NIFTI", {"link": fuzz.NIFTI["link"]})
     assert "FAILED: opened" in outcome(tmp_path, watch)
 

@@ -26,6 +26,8 @@ import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
 from unet3d.base.types import ProbabilityBlock
+from unet3d.config.schema import Data
+from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid
 from unet3d.data.intensity import Intensity, normalise
@@ -34,7 +36,7 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
-from unet3d.run import predict, predicted_files, validation
+from unet3d.run import predicted_files, validation
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import Predictions, evaluate
 from unet3d.training import checkpoint
@@ -356,7 +358,7 @@ def test_the_files_of_a_case_are_those_of_dense_probabilities(
     voxels = np.random.default_rng(0).normal(size=(19, 41, 23)).astype(np.float32)
     nib.save(nib.Nifti1Image(voxels, affine), tmp_path / "a.nii.gz")
     case, paths = Case("a", (tmp_path / "a.nii.gz",), None), [tmp_path / "labels.nii.gz", tmp_path / "scores.nii"]
-    volume = Segmenter(predictor, rules, spacing).to_file(case, *paths)
+    volume = Segmenter(predictor, rules, Data(spacing=spacing)).to_file(case, *paths)
     dense = predictor.probabilities(torch.from_numpy(normalise(volume.image, rules))).numpy()
     stored, target = nib.load(case.images[0]), canonical_grid(nib.load(case.images[0]))
     matrix = np.linalg.inv(volume.affine) @ target.affine
@@ -406,7 +408,7 @@ def scans(place: Path) -> list[Path]:
 
 def predict_and_die(words: list[str], number: int) -> None:
     """Killed as it is to write label map `number`, of which the probabilities are there already."""
-    call(predict, "save_labels", number, kill)
+    call(restore, "save_image", number, kill)
     face(*words)
 
 

@@ -19,7 +19,7 @@ import unet3d
 from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved, UserError
 from unet3d.config import compose
-from unet3d.config.schema import Model
+from unet3d.config.schema import LAYOUTS, Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
 from unet3d.report.scores import SCORES_TITLE
@@ -377,7 +377,7 @@ def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Pa
 
 @promise("data sets", "a case whose label ...")
 @promise("Data", "case ids that no ...")
-@without("unet3d.data.file_names.MAX_NAME", 10**6)
+@without("unet3d.data.cases.MAX_NAME", 10**6)
 def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
     for length in (240, 248, 249, 250):
         nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{'a' * length}.nii")
@@ -397,13 +397,15 @@ def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> Non
 def test_a_checkpoints_preparation_is_that_of_its_run(pair: list[Path], capsys: Capture) -> None:
     """Its spacing, how its layout names files, and whether it mirrors, unless the command says otherwise."""
     found = predict.open_segmenter(pair[1], "cpu")
-    assert (found.spacing, found.by_channel, found.predictor.mirror) == (None, False, (0, 1, 2))
+    by_channel = LAYOUTS[found.options.format].get("by_channel", False)
+    assert (found.options.spacing, by_channel, found.predictor.mirror) == (None, False, (0, 1, 2))
     assert predict.open_segmenter(pair[1], "cpu", mirror=False).predictor.mirror == ()
     change(pair[1], "config", "data", "spacing", value=[2.0, 2.0, 2.0])
     change(pair[1], "config", "data", "format", value="nnunet")
     change(pair[1], "config", "inference", "mirror", value=False)
     found = predict.open_segmenter(pair[1], "cpu")
-    assert (found.spacing, found.by_channel, found.predictor.mirror) == ([2.0, 2.0, 2.0], True, ())
+    by_channel = LAYOUTS[found.options.format].get("by_channel", False)
+    assert (found.options.spacing, by_channel, found.predictor.mirror) == ([2.0, 2.0, 2.0], True, ())
     assert predict.open_segmenter(pair[1], "cpu", mirror=True).predictor.mirror == (0, 1, 2)
     change(pair[1], "config", "data", "augment", "mirror", value=[])
     assert predict.open_segmenter(pair[1], "cpu", mirror=True).predictor.mirror == ()
@@ -594,7 +596,7 @@ def test_files_of_two_voxel_sizes_are_one_warning_and_read_as_in_training(
     for form in ("auto", "qform"):
         change(pair[1], "config", "data", "affine", value=form)
         network = unet3d.load(pair[1], "cpu")
-        assert network.segmenter.affine == form
+        assert network.segmenter.options.affine == form
         assert face("predict", pair[1], images, "-o", tmp_path / form, "--device", "cpu") == 0
         labels = network.segment(paths[0])
         lines = capsys.readouterr().err.splitlines()

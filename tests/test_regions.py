@@ -15,7 +15,7 @@ from training import face, records, train, weights
 import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
-from unet3d.report.methods import methods_paragraph
+from unet3d.report.summary import methods_paragraph
 from unet3d.run import predict, publish
 from unet3d.run.record import read_run
 from unet3d.training import checkpoint

@@ -18,8 +18,8 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose, rules
 from unet3d.memory.meter import COUNTED
 from unet3d.memory.prediction import estimate
-from unet3d.run.environment import environment
 from unet3d.run.record import headline, read_run
+from unet3d.run.run_folder import environment
 from unet3d.training.losses import LOSSES
 from unet3d.training.switches import CUBLAS, compile_error, nondeterminism_error, switched
 

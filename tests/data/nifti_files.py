@@ -11,6 +11,7 @@ import nibabel as nib
 import numpy as np
 
 from unet3d.config.schema import Data
+from unet3d.data import nifti, restore
 from unet3d.data.cases import WARNING, Case, read_dataset
 from unet3d.data.check import check_cases, check_headers
 
@@ -47,6 +48,11 @@ def doubtful_places(path: Path) -> Path:
     header.set_sform(np.diag([-1, -1, 1, 1]), code=2)
     nib.save(type(stored)(np.asanyarray(stored.dataobj), None, header), path)
     return path
+
+
+def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
+    """Write labels on the grid of another file."""
+    restore.save_image(path, restore.image_like(labels, nifti.open_image("a", like)))
 
 
 def write_header(path: Path, field: str, *values: float) -> Path:

@@ -6,7 +6,7 @@ import torch
 
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Augment
-from unet3d.data import augment
+from unet3d.data import patches as augment
 from unet3d.data.patches import crop
 
 

@@ -18,7 +18,7 @@ from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
-from unet3d.data import dataset_json
+from unet3d.data import texts
 from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset
 from unet3d.data.layouts.generated import phantom_outline
 from unet3d.data.prepare import prepare_data
@@ -63,7 +63,7 @@ OUTSIDE = "data.allow_outside=true"
 @promise("Data", "nnU-Net v1's layout, Decathlon's ...")
 @promise("Data", "dataset.json with paths that ...")
 @promise("Data", "dataset.json with thousands of ...")
-@without("unet3d.data.dataset_json.is_plain", yes, only="odd name")
+@without("unet3d.data.layouts.stored.is_plain", yes, only="odd name")
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -117,7 +117,7 @@ REPEATED = b"""{"name": "a", "name": "b", "modality": {"0": "CT"}, "labels": {"0
     "command a terminal",
 )
 @promise("Data", "dataset.json with paths that ...")
-@without("unet3d.data.dataset_json.MAX_BYTES", 2**25, only="large")
+@without("unet3d.data.texts.MAX_BYTES", 2**25, only="large")
 @pytest.mark.parametrize(
     ("content", "part"),
     [
@@ -126,7 +126,7 @@ REPEATED = b"""{"name": "a", "name": "b", "modality": {"0": "CT"}, "labels": {"0
         (b"\xff\x00", "utf-8"),
         (b"[" * 100_000, "recursion"),
         (REPEATED, "JSON"),
-        (b"{}" + b" " * dataset_json.MAX_BYTES, "16,777,216"),
+        (b"{}" + b" " * texts.MAX_BYTES, "16,777,216"),
     ],
     ids=["cut", "list", "binary", "deep", "repeated", "large"],
 )
@@ -149,7 +149,7 @@ def test_json_that_is_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> N
     where.unlink()
     where.symlink_to("/dev/zero")
     text = refusal(Data(format="decathlon", root=str(tmp_path), allow_outside=True))
-    assert told([text], [[f"{where}: "]]) and f"{dataset_json.MAX_BYTES:,}" not in text, "it is not even read"
+    assert told([text], [[f"{where}: "]]) and f"{texts.MAX_BYTES:,}" not in text, "it is not even read"
 
 
 @promise("data sets", "paths in dataset.json, and links, do not leave `data.root`, unless `data.allow_outside=true`")
@@ -185,7 +185,7 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, kind: str, nam
 
 @promise("data sets", "paths in dataset.json, and ...")
 @promise("Data", "dataset.json with paths that ...")
-@without("unet3d.data.dataset_json.leaves", no, only="link")
+@without("unet3d.data.layouts.stored.leaves", no, only="link")
 @pytest.mark.parametrize("name", ["../elsewhere/x.nii.gz", "{outside}/x.nii.gz", "link/x.nii.gz"])
 def test_a_path_out_of_the_root_is_read_only_with_allow_outside(tmp_path: Path, name: str) -> None:
     data = decathlon(tmp_path / "set")
@@ -209,7 +209,7 @@ def test_links_that_stay_inside_and_a_linked_root_are_read(tmp_path: Path) -> No
 
 
 @promise("data sets", "paths in dataset.json, and ...")
-@without("unet3d.data.dataset_json.leaves", no, only="label-")
+@without("unet3d.data.cases.leaves", no, only="label-")
 @pytest.mark.parametrize("layout", ["folders", "nnunet"])
 @pytest.mark.parametrize("linked", ["image", "label", "folder", "dataset.json"])
 def test_a_link_out_of_the_root_is_refused_in_every_layout(tmp_path: Path, layout: str, linked: str) -> None:
@@ -513,7 +513,7 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
 @promise("data sets", "a case whose label map no file name could hold is refused before work begins")
 @promise("data sets", "dataset.json is bounded in ...")
 @promise("Data", "case ids that no file name can hold", "refused at the start")
-@without("unet3d.data.file_names.MAX_NAME", 10**6, only="long name")
+@without("unet3d.data.cases.MAX_NAME", 10**6, only="long name")
 @without("unet3d.data.cases.is_plain", yes, only="odd name")
 @pytest.mark.parametrize(
     ("images", "labels", "parts"),

@@ -42,8 +42,9 @@ from unet3d.config.schema import Data, Phantom
 from unet3d.data import nifti
 from unet3d.data.cases import WARNING, Case, read_dataset
 from unet3d.data.check import check_headers, mostly_padding, read_grids, summary
+from unet3d.data.nifti import OpenFile
 from unet3d.data.prepare import prepare_data
-from unet3d.data.scan import FileHasher, Hashes, OpenFile
+from unet3d.data.scan import FileHasher, Hashes
 from unet3d.data.splits import split
 from unet3d.run.training_state import DatasetFingerprint, fingerprint, refuse_other_data
 
@@ -191,7 +192,7 @@ def test_a_split_that_cannot_be_made_is_listed_with_the_rest(tmp_path: Path) -> 
 
 def unchecked(one: Case, path: Path, values: object, file: OpenFile) -> tuple[np.ndarray, nib.Nifti1Image]:
     """Return labels whatever they are."""
-    return nifti.read_array(one.id, path, file.image).astype(np.uint8), file.image
+    return nifti.read_array(file).astype(np.uint8), file.image
 
 
 WRONG = (7, -1, 255, 1.5, np.nan, np.inf, 0.9999, 1.001)
@@ -331,7 +332,7 @@ def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
     "one warning with both, the one that is taken and the number of files, in `check-data`, `train`, `plan`, "
     "`score`, `predict` and `segment`; none where `data.affine` decides",
 )
-@without("unet3d.data.forms.SAME_SIZE", 10.0)
+@without("unet3d.data.nifti.SAME_SIZE", 10.0)
 def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.compose import compose, to_plain
 from unet3d.config.schema import Config, Data
-from unet3d.data import sparse
+from unet3d.data import preprocess
 from unet3d.data.cases import WARNING
 from unet3d.data.intensity import Intensity, Seen, checked_intensity, intensity_rules, normalise
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
@@ -275,7 +275,7 @@ def test_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path: Pat
     patch, target, _ = patches[PatchIndex(0, 0, 0)]
     assert patch.shape == (1, 16, 16, 16) and torch.isfinite(patch).all() and target.shape == (16, 16, 16)
     predictor = build.predictor(config, [build.model(options, 0)], options, MemoryPolicy("cpu", None, ()))
-    Segmenter(predictor, ready.read.intensity, data.spacing).to_file(ready.val[0], tmp_path / "out.nii.gz")
+    Segmenter(predictor, ready.read.intensity, data).to_file(ready.val[0], tmp_path / "out.nii.gz")
     source, found = nib.load(ready.val[0].images[0]), nib.load(tmp_path / "out.nii.gz")
     assert found.shape == shape and np.array_equal(found.affine, source.affine)
     assert found.header.get_zooms() == source.header.get_zooms() and set(np.unique(found.dataobj)) <= {0, 1, 2}
@@ -376,20 +376,20 @@ def options(**changes: object) -> Data:
 
 
 def test_slices_are_spread_over_the_foreground() -> None:
-    assert sparse.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
-    assert sparse.learned_slices(labels(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
-    assert sparse.learned_slices(labels(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
-    assert sparse.scored_slices(labels(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
+    assert preprocess.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
+    assert preprocess.learned_slices(labels(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
+    assert preprocess.learned_slices(labels(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
+    assert preprocess.scored_slices(labels(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
 
 
 def test_the_same_slices_are_scored_however_many_are_learned() -> None:
-    found = [sparse.scored_slices(labels(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
+    found = [preprocess.scored_slices(labels(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("changes", [{}, {"scored": [5, 5, 5]}, {"sparse": [40, 3, 9]}, {"sparse_fold": 1}])
 def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
-    masks = sparse.learned_mask, sparse.scored_mask
+    masks = preprocess.learned_mask, preprocess.scored_mask
     learned, scored = (mask(labels(), options(**changes)) for mask in masks)
     assert learned.any() and scored.any() and not (learned & scored).any()
 
@@ -399,12 +399,14 @@ def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
 def test_no_scored_slice_mirrors_a_learned_one(counts: list[int], high: int) -> None:
     """The MNI152 template is its own mirror image across x, with this extent at 1 and at 2 mm."""
     brain = torch.ones(high + 1, 9, 9, dtype=torch.int16)
-    learned, scored = (find(brain, options(sparse=counts))[0] for find in (sparse.learned_slices, sparse.scored_slices))
+    learned, scored = (
+        find(brain, options(sparse=counts))[0] for find in (preprocess.learned_slices, preprocess.scored_slices)
+    )
     assert not {*learned} & {high - index for index in scored}
 
 
 def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
-    mask = sparse.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
+    mask = preprocess.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
     expected = torch.zeros(4, 5, 6, dtype=torch.bool)
     expected[1], expected[:, :, 0], expected[:, :, 5] = True, True, True
     assert torch.equal(mask, expected)
@@ -412,17 +414,17 @@ def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
 
 def test_each_slice_is_scored_in_one_of_the_folds_and_learned_in_the_others() -> None:
     folds = [options(sparse=[7, 5, 21], sparse_fold=fold) for fold in range(3)]
-    every = sparse.learned_slices(labels(), options(sparse=[7, 5, 21]))
+    every = preprocess.learned_slices(labels(), options(sparse=[7, 5, 21]))
     for axis in range(3):
-        scored = [sparse.scored_slices(labels(), fold)[axis] for fold in folds]
-        learned = [sparse.learned_slices(labels(), fold)[axis] for fold in folds]
+        scored = [preprocess.scored_slices(labels(), fold)[axis] for fold in folds]
+        learned = [preprocess.learned_slices(labels(), fold)[axis] for fold in folds]
         assert sorted(chain(*scored)) == sorted(every[axis])
         assert all(sorted(a + b) == sorted(every[axis]) for a, b in zip(scored, learned, strict=True))
 
 
 def test_without_foreground_slices_are_spread_over_the_volume() -> None:
     nothing = torch.zeros(11, 11, 11, dtype=torch.int16)
-    assert sparse.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
+    assert preprocess.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
 
 
 def phantom(tmp_path: Path, *overrides: str) -> Config:
@@ -489,7 +491,7 @@ def test_a_label_map_without_any_label_is_refused(tmp_path: Path) -> None:
     unlabelled = dataclasses.replace(found, label=torch.full_like(found.label, IGNORE))
     read = dataclasses.replace(data.read, cache={case.id: unlabelled})
     with pytest.raises(UserError, match=rf"^{case.id}: .*\blearned; .*data\.sparse$"):
-        sparse.SparseReader(read, config.data, False, None)(case)
+        preprocess.SparseReader(read, config.data, False, None)(case)
 
 
 @pytest.mark.parametrize(

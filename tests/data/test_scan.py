@@ -35,11 +35,11 @@ def count_openings() -> None:
                 openings[str(path.relative_to(root))] += 1
                 (root.parent / "openings.json").write_text(json.dumps(openings))
 
-    def counted(case_id: str, path: Path, *others: object) -> np.ndarray:
-        if path.is_relative_to(root):
-            reads[str(path.relative_to(root))] += 1
+    def counted(file: nifti.OpenFile) -> np.ndarray:
+        if file.path.is_relative_to(root):
+            reads[str(file.path.relative_to(root))] += 1
             (root.parent / "reads.json").write_text(json.dumps(reads))
-        return read_array(case_id, path, *others)  # type: ignore[arg-type]
+        return read_array(file)
 
     nifti.read_array = counted
     sys.addaudithook(audit)
@@ -92,11 +92,10 @@ def test_a_file_that_is_replaced_after_the_scan_is_read_as_it_was_scanned(tmp_pa
     one = case(tmp_path, image(), label())
     dataset_files = ImageFiles()
     with dataset_files.kept_open():
-        with dataset_files.scanned(one, one.images[0]):
+        with dataset_files.opened(one, one.images[0], keep=True):
             pass
         one.images[0].rename(tmp_path / "moved.nii.gz")
         case(tmp_path, image(seed=9), label())
-        with dataset_files.opened(one) as opened:
-            file = opened[one.images[0]]
-            assert np.array_equal(nifti.read_array("a", one.images[0], file.image, file.stream), image())
+        with dataset_files.opened(one, one.images[0]) as file:
+            assert np.array_equal(nifti.read_array(file), image())
     assert file.stream.closed

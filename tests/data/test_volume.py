@@ -12,7 +12,7 @@ from guards import unchanged, without
 from nibabel.affines import apply_affine
 from nibabel.eulerangles import euler2mat
 from nibabel.orientations import apply_orientation
-from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, told, write, write_header
+from nifti_files import SHIFTED, case, changed, checked, decathlon, image, label, save_labels, told, write, write_header
 from promises import promise
 from scipy import ndimage
 
@@ -21,7 +21,7 @@ from unet3d.base.types import ProbabilityBlock
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid, target_grid
 from unet3d.data.nifti import ValidationRules
-from unet3d.data.restore import save_labels, to_original
+from unet3d.data.restore import to_original
 from unet3d.data.volume import LabelValues, read_volume
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]

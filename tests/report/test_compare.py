@@ -19,7 +19,7 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.report import compare
 from unet3d.report.compared_runs import differing, find_runs, mismatches, read_runs, setting_columns, short
-from unet3d.report.comparison_plots import PlottedRun, comparison_plot, pareto
+from unet3d.report.comparison_plots import comparison_plot, pareto
 
 MIB = 2**20
 NASTY = "<script>alert('x')</script>&[bold]"
@@ -391,6 +391,12 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
+def measured(peak: int, seconds: float | None, dice: float | None = None, kind: str = "ledger", **more: Any) -> dict:
+    """The numbers of a measured run whose peak has so many MiB."""
+    numbers = {"peak_measured_bytes": peak * MIB, "measured_kind": kind, "step_median_s": seconds, "dice_mean": dice}
+    return numbers | more
+
+
 def joined(figure: Figure, panel: int) -> list[list[tuple[float, float]]]:
     lines = figure.axes[panel].lines
     return [[(x, y) for x, y in line.get_xydata()] for line in lines if line.get_linestyle() == "--"]
@@ -399,7 +405,7 @@ def joined(figure: Figure, panel: int) -> list[list[tuple[float, float]]]:
 def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_path: Path) -> None:
     """Peak, seconds, Dice; the third loses to the first in time and wins in Dice."""
     numbers = [(1, 5.0, 0.2), (2, 3.0, 0.1), (3, 6.0, 0.9), (2, 4.0, None)]
-    points = [PlottedRun(f"{i}: x={i}", "measured, ledger", p * MIB, s, d) for i, (p, s, d) in enumerate(numbers)]
+    points = {f"{i}: x={i}": measured(*values) for i, values in enumerate(numbers)}
     comparison_plot(points, "", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 5.0), (2, 3.0)]]
     assert joined(saved[0], 1) == [[(1, 0.2), (3, 0.9)]]
@@ -410,8 +416,8 @@ def test_the_best_are_joined_less_time_and_more_dice(saved: list[Figure], tmp_pa
 def test_the_axis_of_dice_names_its_grid_and_is_not_zoomed_to_noise(
     saved: list[Figure], tmp_path: Path, grids: tuple[str | None, str | None]
 ) -> None:
-    kind = "measured, exact count of tensor bytes"
-    points = [PlottedRun(f"{i}", kind, i * MIB, 1.0, 0.038 + i / 1e4, dice_grid=grids[i]) for i in range(2)]
+    kind = "exact count of tensor bytes"
+    points = {f"{i}": measured(i, 1.0, 0.038 + i / 1e4, kind, dice_grid=grids[i]) for i in range(2)}
     comparison_plot(points, "", tmp_path / "x.png")
     axes = saved[0].axes[1]
     low, high = axes.get_ylim()
@@ -421,8 +427,8 @@ def test_the_axis_of_dice_names_its_grid_and_is_not_zoomed_to_noise(
 
 
 def test_peaks_of_two_kinds_are_not_joined(saved: list[Figure], tmp_path: Path) -> None:
-    kinds = ["measured, ledger", "measured, cuda allocated"]
-    points = [PlottedRun(f"{i}", kinds[i % 2], (i + 1) * MIB, 9.0 - i, None) for i in range(4)]
+    kinds = ["ledger", "cuda allocated"]
+    points = {f"{i}": measured(i + 1, 9.0 - i, kind=kinds[i % 2]) for i in range(4)}
     comparison_plot(points, "Not comparable: the runs differ in device, kind of peak", tmp_path / "x.png")
     assert joined(saved[0], 0) == [[(1, 9.0), (3, 7.0)], [(2, 8.0), (4, 6.0)]]
     texts = [text.get_text() for text in saved[0].axes[-1].get_legend().texts]
@@ -434,7 +440,8 @@ def test_the_picture_is_legible_of_few_runs_and_many_with_names_long_and_strange
     saved: list[Figure], tmp_path: Path, count: int, seconds: float | None
 ) -> None:
     label = f"model=unet_small $x_{{$ {NASTY} " + "optimizer=adamw " * 5
-    points = [PlottedRun(f"{i}: {label}", "predicted", 5000 * MIB, seconds, seconds) for i in range(count)]
+    predicted = {"peak_predicted_bytes": 5000 * MIB}
+    points = {f"{i}: {label}": measured(5000, seconds, seconds) if seconds else predicted for i in range(count)}
     comparison_plot(points, "Not comparable: the runs differ in " + "data.patch, " * 20, tmp_path / "x.png")
     assert len(saved[0].axes) == (2 if seconds else 1)
 

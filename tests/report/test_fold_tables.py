@@ -14,6 +14,7 @@ from test_folds import make
 from unet3d.base.errors import UserError
 from unet3d.base.types import Table
 from unet3d.report import fold_tables
+from unet3d.report.compared_runs import ComparedRun
 from unet3d.report.fold_tables import as_latex, as_markdown, latex, markdown
 from unet3d.report.scores import Score
 
@@ -34,7 +35,7 @@ def sweep(place: Path, scores: tuple[str, ...], *words: str, status: str = "done
 
 
 @pytest.fixture
-def methods(tmp_path: Path) -> list[fold_tables.Method]:
+def methods(tmp_path: Path) -> list[ComparedRun]:
     sweeps = [sweep(tmp_path / "x", FIRST, "optim.lr=0.1"), sweep(tmp_path / "y", SECOND, "optim.lr=0.2")]
     return fold_tables.read_methods(sweeps)
 
@@ -44,12 +45,12 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_two_sweeps_are_two_methods_named_by_what_differs(methods: list[fold_tables.Method]) -> None:
+def test_two_sweeps_are_two_methods_named_by_what_differs(methods: list[ComparedRun]) -> None:
     assert [method.name for method in methods] == ["lr=0.1", "lr=0.2"]
-    assert [len(method.row.scores) for method in methods] == [4, 4]
+    assert [len(method.scores) for method in methods] == [4, 4]
 
 
-def test_the_table_has_mean_sd_and_the_worst_case_of_each_class(methods: list[fold_tables.Method]) -> None:
+def test_the_table_has_mean_sd_and_the_worst_case_of_each_class(methods: list[ComparedRun]) -> None:
     table = fold_tables.class_table(methods[0])
     left, right, mean = table.rows
     values = [first for first, _ in LEFT.values()]
@@ -64,7 +65,7 @@ def test_the_table_has_mean_sd_and_the_worst_case_of_each_class(methods: list[fo
     ]
 
 
-def test_all_is_written_for_papers_and_for_programs(methods: list[fold_tables.Method], tmp_path: Path) -> None:
+def test_all_is_written_for_papers_and_for_programs(methods: list[ComparedRun], tmp_path: Path) -> None:
     tables = fold_tables.titled_tables(methods)
     out = tmp_path / "out"
     assert fold_tables.write_tables(methods, tables, ["a fold is missing"], out) == out / "cross_validation.md"
@@ -86,8 +87,8 @@ def test_all_is_written_for_papers_and_for_programs(methods: list[fold_tables.Me
 
 
 @without("unet3d.report.folds.scores", lambda row, metric: {"left": Score((), {"a": 0.5, "b": 0.7}, *[None] * 4)})
-def test_the_paired_test_is_of_cases_that_both_have(methods: list[fold_tables.Method]) -> None:
-    first, second = (method.row for method in methods)
+def test_the_paired_test_is_of_cases_that_both_have(methods: list[ComparedRun]) -> None:
+    first, second = (method for method in methods)
     tests = {(test.metric, test.name): test for test in fold_tables.paired_tests(first, second)}
     left = tests["dice", "left"]
     assert (left.pairs, left.differing) == (4, 3)
@@ -107,7 +108,7 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
         sweep(tmp_path / str(n), ("".join(part[:20]), "".join(part[20:40]), "".join(part[40:])), f"seed={n}")
         for n, part in enumerate(lines)
     ]
-    first, second = (method.row for method in fold_tables.read_methods(sweeps))
+    first, second = (method for method in fold_tables.read_methods(sweeps))
     test = next(test for test in fold_tables.paired_tests(first, second) if test.name == "left")
     differences = [new - old for old, new in zip(before, after, strict=True) if new != old]
     sizes = sorted(abs(difference) for difference in differences)
@@ -123,7 +124,7 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
 
 def test_equal_methods_have_no_p(tmp_path: Path) -> None:
     sweeps = [sweep(tmp_path / str(n), FIRST, f"seed={n}") for n in range(2)]
-    first, second = (method.row for method in fold_tables.read_methods(sweeps))
+    first, second = (method for method in fold_tables.read_methods(sweeps))
     tests = fold_tables.paired_tests(first, second)
     assert tests and all((test.differing, test.p, test.effect) == (0, None, None) for test in tests)
     assert fold_tables.paired_table(tests).rows[0][-2:] == ["", ""]

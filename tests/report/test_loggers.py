@@ -31,10 +31,8 @@ from unet3d.base.errors import UserError, reason
 from unet3d.base.types import Table
 from unet3d.config import rules
 from unet3d.config.schema import Config, Wandb
-from unet3d.report import loggers, terminal_logger, wandb_logger
-from unet3d.report.loggers import JsonLines, Loggers, open_loggers
-from unet3d.report.tensorboard_logger import TensorBoardLogger
-from unet3d.report.terminal_logger import TerminalLogger
+from unet3d.report import loggers, wandb_logger
+from unet3d.report.loggers import JsonLines, Loggers, TensorBoardLogger, TerminalLogger, open_loggers
 
 SOURCE = str(Path(loggers.__file__).parents[2])
 Capture = pytest.CaptureFixture[str]
@@ -246,7 +244,7 @@ def test_a_logger_of_ones_own_neither_ends_the_run_nor_logs_nothing_unsaid(
 
 
 def test_a_logger_is_one_file_that_its_path_names(tmp_path: Path, capsys: Capture) -> None:
-    path = "unet3d.report.tensorboard_logger:TensorBoardLogger"
+    path = "unet3d.report.loggers:TensorBoardLogger"
     opened = open_loggers(Config(loggers=[path], wandb=Wandb(mode="disabled")), tmp_path)
     opened.scalars({"a": 1}, 1)
     opened.close(0)
@@ -640,7 +638,7 @@ def test_tensorboard_that_is_not_installed_is_one_line(monkeypatch: Patch) -> No
 
 def test_the_terminal_shows_dice_so_far_and_the_time_left(terminal: io.StringIO, monkeypatch: Patch) -> None:
     plain, now = io.StringIO(), [100.0]
-    monkeypatch.setattr(terminal_logger.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loggers.time, "perf_counter", lambda: now[0])
     lines_of = TerminalLogger(40, Terminal(file=plain, width=80))
     for step in (21, 22, 23, 24):  # resumed at 20
         now[0] += 3

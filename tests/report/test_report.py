@@ -21,10 +21,9 @@ from training import face, yaml_of
 
 from unet3d.base.errors import UserError
 from unet3d.report import case_plots, compared_runs, memory_plots, page, plots, report
-from unet3d.report.methods import methods_paragraph
-from unet3d.report.scores import best_scores, score_table, score_title
-from unet3d.report.summary import print_summary, what_ran
-from unet3d.run import environment, run_folder
+from unet3d.report.scores import other_scores, score_table, score_title
+from unet3d.report.summary import methods_paragraph, print_summary, what_ran
+from unet3d.run import run_folder
 from unet3d.run.record import headline, read_run
 from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
 
@@ -259,13 +258,13 @@ def test_the_best_weights_are_shown_beside_the_last_if_they_differ(
     assert "step 2" in found.all and "best.pt" not in found.all, "there is no file"
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "best.pt").write_bytes(b"")
-    best = best_scores(read_run(folder))
-    assert best is not None and "step 2" in best[0] and "checkpoints/best.pt" in best[0]
+    (best,) = other_scores(read_run(folder))
+    assert "step 2" in best[0] and "checkpoints/best.pt" in best[0]
     assert best[0] in written(folder).text
     print_summary(read_run(folder))
     printed = capsys.readouterr().out.split(f"{best[0]}\n")[1]
     assert ["left", "0.700", "0.400"] in [line.split() for line in printed.splitlines()]
-    assert "best.pt" not in validated(folder, 0.5, 0.7).all and best_scores(read_run(folder)) is None
+    assert "best.pt" not in validated(folder, 0.5, 0.7).all and other_scores(read_run(folder)) == []
 
 
 def test_without_scores_the_last_validation_is_shown(folder: Path) -> None:
@@ -775,26 +774,26 @@ SHA, OTHER = "a" * 40, "b" * 40
     "git, whose config can name code, is not run: the commit in `env.json` is read from the source tree's `.git`, "
     "and is a hash or nothing",
 )
-@without("unet3d.run.environment.re.fullmatch", yes)
+@without("unet3d.run.run_folder.re.fullmatch", yes)
 def test_the_commit_is_that_of_the_tree_and_nothing_runs(tmp_path: Path) -> None:
     """Git itself would run what a config in .git names."""
     git = tmp_path / ".git"
-    assert environment.commit(tmp_path) is None
+    assert run_folder.commit(tmp_path) is None
     (git / "refs" / "heads").mkdir(parents=True)
     (git / "HEAD").write_text("ref: refs/heads/main\n")
-    assert environment.commit(tmp_path) is None, "without any commit"
+    assert run_folder.commit(tmp_path) is None, "without any commit"
     (git / "packed-refs").write_text(f"# pack-refs\n{OTHER} refs/heads/old\n{SHA} refs/heads/main\n")
-    assert environment.commit(tmp_path) == SHA
+    assert run_folder.commit(tmp_path) == SHA
     (git / "refs" / "heads" / "main").write_text(f"{OTHER}\n")
-    assert environment.commit(tmp_path) == OTHER
+    assert run_folder.commit(tmp_path) == OTHER
     (git / "HEAD").write_text(SHA)
-    assert environment.commit(tmp_path) == SHA
+    assert run_folder.commit(tmp_path) == SHA
     for text in ("x" * 100, "x" * 9000):
         (git / "HEAD").write_text(text)
-        assert environment.commit(tmp_path) is None
+        assert run_folder.commit(tmp_path) is None
     (git / "HEAD").unlink()
     os.mkfifo(git / "HEAD")
-    assert environment.commit(tmp_path) is None
+    assert run_folder.commit(tmp_path) is None
 
 
 def test_the_commit_of_a_second_work_tree_is_its_own(tmp_path: Path) -> None:
@@ -805,4 +804,4 @@ def test_the_commit_of_a_second_work_tree_is_its_own(tmp_path: Path) -> None:
     (main / "packed-refs").write_text(f"{SHA} refs/heads/two\n")
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / ".git").write_text(f"gitdir: {main / 'worktrees' / 'two'}\n")
-    assert environment.commit(tmp_path / "two") == SHA
+    assert run_folder.commit(tmp_path / "two") == SHA

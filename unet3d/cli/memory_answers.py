@@ -36,7 +36,7 @@ from unet3d.memory.technique import step_peak
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 from unet3d.report import explained, memory_plots
-from unet3d.report.comparison_plots import PlottedRun, comparison_plot
+from unet3d.report.comparison_plots import comparison_plot
 from unet3d.run.pretrained import with_init_names
 
 ABOVE = 1  # the exit code where the peak is more than the limit
@@ -77,7 +77,7 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
     if out is not None:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         write_csv(out / "peaks.csv", ["config", *keys, "parameters", "peak_bytes"], cells)
-        bars = [PlottedRun(name, "predicted", subject.step.tensors, None, None) for name, subject in estimates.items()]
+        bars = {name: {"peak_predicted_bytes": subject.step.tensors} for name, subject in estimates.items()}
         comparison_plot(bars, "", out / "figures" / "peaks.png")
         print(escaped(out))
 

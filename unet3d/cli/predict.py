@@ -13,6 +13,7 @@ from unet3d.base.errors import UserError, escaped, is_out_of_memory, not_saved, 
 from unet3d.base.files import NIFTI_ENDINGS, OTHER_ENDINGS
 from unet3d.cli import lifecycle
 from unet3d.cli.commands import counted
+from unet3d.config.schema import LAYOUTS
 
 if TYPE_CHECKING:
     from unet3d.data.cases import Case
@@ -35,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     segmenter = _open_segmenter(arguments)
     refuse_large_window(segmenter.predictor, arguments.checkpoint)
     channels = len(segmenter.intensity)
-    cases, problems = predicted_files.find_cases(
-        arguments.inputs, channels, segmenter.by_channel, shard, segmenter.affine
-    )
+    by_channel = LAYOUTS[segmenter.options.format].get("by_channel", False)
+    affine = segmenter.options.affine
+    cases, problems = predicted_files.find_cases(arguments.inputs, channels, by_channel, shard, affine)
     count = len(cases) + len(problems)
     if is_file and count > 1:
         raise UserError(f"-o {arguments.out}: names one file for {counted(count, 'case')}; give a folder")
@@ -159,8 +160,9 @@ def _print_counts(written: int, skipped: int, failed: int, segmenter: "Segmenter
             line += f", {count} {what}"
     if written:
         line += f"; values: {escaped(segmenter.written)}"
-    if written and segmenter.kept:
-        line += f"; only the largest component is kept of: {escaped(segmenter.kept)}"
+    if written and segmenter.largest:
+        kept = ", ".join(segmenter.classes[number] for number in segmenter.largest)
+        line += f"; only the largest component is kept of: {escaped(kept)}"
     print(line)
 
 

@@ -4,12 +4,12 @@ In reading order:
 
 - `prepare`: a data set made ready for a run; the way through all of the following.
 - `cases`, `layouts`: a data set as names, whatever its layout on disk; a layout is a file. The phantom is one.
-- `dataset_json`, `file_names`, `labels`: what layouts share: dataset.json, names of files, labels that become classes.
+- `texts`, `labels`: what layouts share: texts that are not trusted, labels that become classes.
 - `splits`: training and held-out cases, and groups of cases.
-- `nifti`, `forms`, `grids`: NIfTI files, header before voxels; where voxels lie.
-- `scan`, `check`, `twins`: each file is opened once; what headers and voxels say is wrong.
-- `volume`, `restore`: a case on the network's grid, label maps, and predictions back on the file's grid and in files.
-- `preprocess`, `intensity`, `sparse`, `cache`: a volume as a training case, and prepared cases in files.
-- `patches`, `augment`, `loader`: from cases to batches.
-- `in_memory`: images that Python code holds.
+- `nifti`, `grids`: NIfTI files, header before voxels; where voxels lie.
+- `scan`, `check`: each file is opened once; what headers and voxels say is wrong.
+- `volume`, `restore`: a case on the network's grid, label maps, and predictions back on the file's grid, in files
+  or in memory.
+- `preprocess`, `intensity`, `cache`: a volume as a training case, and prepared cases in files.
+- `patches`, `loader`: from cases to batches.
 """

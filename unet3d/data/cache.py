@@ -1,8 +1,8 @@
 """A cache on disk of arrays that outlive a run, read through memory maps: a file for each key.
 
 A key is a digest of all that its arrays depend on, so nothing here can be out of date. A file is written whole or not
-at all; two processes that need the same one at once may both write it, with the same bytes. Files are not code: they
-are mapped as numbers, or refused. Any may be removed at any time: what is missing is computed anew.
+at all; two processes that need the same one at once may both write it, with the same bytes. Files are not code: their
+bytes are mapped as numbers. Any may be removed at any time: what is missing is computed anew.
 """
 
 import functools
@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from tokenize import TokenError
 from typing import IO
 
 import numpy as np
@@ -28,12 +27,10 @@ from unet3d.base.files import open_regular, remove_abandoned, replacing
 from unet3d.data.patches import PreparedCase
 from unet3d.data.scan import sampled_blocks
 
-FORMAT = 2  # raise it with every change to what is computed for a key, or to how it is written
-ALIGNMENT = 64  # bytes that an array's place in its file is a multiple of
-DIGEST = hashlib.sha256().digest_size  # bytes; two end each file: of a sample of what is before them, and of all of it
+FORMAT = 3  # raise it with every change to what is computed for a key, or to how it is written
+ALIGNMENT = 64  # bytes that an array's place in its file is a multiple of; its shape is in as many before it
+DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with two: of a sample of what follows, and of all of it
 MAPPED = 30_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has two at most
-# Raised for a file that nobody here has written, or that is cut.
-MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError, TokenError)
 Arrays = Mapping[str, np.ndarray]
 Fits = Callable[[Arrays], bool]  # whether arrays can be what their key says
 LABELS = ("label", "foreground", "counts")  # arrays of a label map
@@ -127,31 +124,22 @@ class DiskCache:
         """Return the arrays; None if they are not there as they were written."""
         try:
             with open_regular(self._path(key), follow=False) as file:
-                size = os.fstat(file.fileno()).st_size - 2 * DIGEST
                 if key not in self.compared:
-                    self._compare(file, size)
+                    self._compare(file)
                 arrays = _mapped(file, names)
-        except (FileNotFoundError, *MALFORMED):
+        except (FileNotFoundError, ValueError, TypeError, OverflowError):
             return None
         except OSError as error:
             if is_out_of_memory(error) or is_out_of_files(error):
                 raise
             raise self._problem(f"{key} cannot be read ({error.strerror})") from error
         self.compared.add(key)
-        for name, array in arrays.items():
-            kind, axes = KINDS[name]
-            if array.dtype != np.dtype(kind) or array.ndim != axes:  # of another byte order, too
-                return None
         return arrays if fits is None or fits(arrays) else None
 
-    def _compare(self, file: IO[bytes], size: int) -> None:
-        """Raise ValueError where the first `size` bytes of a file are not as the digests behind them say."""
-        if size < 0:
-            raise ValueError("it is cut")
-        file.seek(size)
-        written = file.read(2 * DIGEST)
-        found = _full_digest(file, size) if self.full else _sample_digest(file, size)
-        if found != (written[DIGEST:] if self.full else written[:DIGEST]):
+    def _compare(self, file: IO[bytes]) -> None:
+        """Raise ValueError where the bytes of a file are not as its digests say."""
+        file.seek(DIGEST * self.full)
+        if file.read(DIGEST) != _digest(file, self.full):
             raise ValueError("it is not as it was written")
 
     def _write(self, key: str, names: tuple[str, ...], arrays: Arrays) -> None:
@@ -159,12 +147,11 @@ class DiskCache:
         self.compared.discard(key)
         try:
             with replacing(self._path(key)) as file:
+                file.seek(2 * DIGEST)
                 for name in names:
-                    file.write(bytes(-file.tell() % ALIGNMENT))
-                    np.save(file, arrays[name], allow_pickle=False)
-                size = file.tell()
-                digests = _sample_digest(file, size) + _full_digest(file, size)
-                file.seek(size)
+                    write_array(file, np.asarray(arrays[name], KINDS[name][0], order="C"))
+                digests = _digest(file, full=False) + _digest(file, full=True)
+                file.seek(0)
                 file.write(digests)
         except OSError as error:
             raise self._problem(f"not saved ({error.strerror})", error) from error
@@ -177,45 +164,38 @@ class DiskCache:
         return UserError(f"data.cache=disk: {self.root}: {what}; {', or '.join(remedies)}")
 
 
-def _sample_digest(file: IO[bytes], size: int) -> bytes:
-    """Return the digest of some blocks of the first `size` bytes, and of their number."""
+def _digest(file: IO[bytes], full: bool) -> bytes:
+    """Return the digest of what follows the digests of a file: of all of it, or of its size and some blocks."""
+    if full:
+        file.seek(2 * DIGEST)
+        return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
+    size = file.seek(0, os.SEEK_END)
     digest = hashlib.sha256(b"%d" % size)
-    for block in sampled_blocks(file, size):
+    for block in sampled_blocks(file, size, start=2 * DIGEST):
         digest.update(block)
     return digest.digest()
 
 
-def _full_digest(file: IO[bytes], size: int) -> bytes:
-    """Return the digest of the first `size` bytes."""
-    file.seek(0)
-    digest = hashlib.sha256()
-    while size > 0:
-        block = file.read(min(size, 2**20))
-        if not block:
-            break
-        digest.update(block)
-        size -= len(block)
-    return digest.digest()
+def write_array(file: IO[bytes], array: np.ndarray) -> None:
+    """Write an array at the end of a file, behind its shape."""
+    shape = np.array(array.shape, np.int64).tobytes()
+    file.write(shape.ljust(ALIGNMENT, b"\0"))
+    file.write(array.data)
+    file.write(bytes(-array.nbytes % ALIGNMENT))
 
 
 def _mapped(file: IO[bytes], names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Return the arrays of an open file, mapped. Raises OSError, and MALFORMED for what is no array of numbers.
-
-    Unlike numpy.load, it knows neither archives nor pickles.
-    """
+    """Return the arrays of an open file, mapped. Raises OSError, and other errors where it is too short for them."""
     content = np.memmap(file, np.uint8, "r")
     arrays = dict[str, np.ndarray]()
-    place = 0
+    place = 2 * DIGEST
     for name in names:
-        file.seek(place + -place % ALIGNMENT)
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError(f"{name} is not as it was written")
-        shape, is_fortran, kind = np.lib.format.read_array_header_1_0(file)
-        if kind.hasobject or is_fortran:
-            raise ValueError(f"{name} is not as it was written")
-        array = np.ndarray(shape, kind, content, file.tell())  # raises TypeError where the file is shorter
-        place = file.tell() + array.nbytes
-        arrays[name] = array
+        kind, axes = KINDS[name]
+        file.seek(place)  # not by the map, which would keep what is around a shape in memory
+        shape = np.frombuffer(file.read(ALIGNMENT), np.int64, axes)
+        arrays[name] = np.ndarray(shape, kind, content, place + ALIGNMENT)
+        size = arrays[name].nbytes
+        place += ALIGNMENT + size + -size % ALIGNMENT
     return arrays
 
 

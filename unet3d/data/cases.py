@@ -1,20 +1,34 @@
-"""A data set on disk as one typed `DatasetInfo`, whatever its layout: names and JSON, no voxels."""
+"""A data set on disk as one typed `DatasetInfo`, whatever its layout: names of files and JSON, no voxels."""
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from textwrap import shorten
 from typing import NamedTuple
 
-from unet3d.base.errors import UserError
+from unet3d.base import ranks
+from unet3d.base.errors import UserError, escaped, listed
+from unet3d.base.files import OTHER_ENDINGS
 from unet3d.base.types import Regions
 from unet3d.config.schema import LAYOUTS, Data
-from unet3d.data.dataset_json import is_plain, leaves
-from unet3d.data.file_names import left_out, other_volumes, refuse_long
+from unet3d.data import nifti
 from unet3d.data.labels import NamedRegions, Relabel, as_classes, class_names, refuse_odd_names, relabelling
+from unet3d.data.texts import MAX_OTHERS_LISTED, is_plain, leaves, shown_names
 
 WARNING = "warning: "  # a run starts despite lines that begin so
-MAX_NAMES = 2_000  # letters of names in a line
+MAX_NAME = 255  # bytes of a file's name
+NAME_SHOWN = 40  # letters of a name that is too long
+
+
+def warn_or_raise(lines: Sequence[str]) -> None:
+    """Print warnings, once for all ranks. Raises UserError with the other lines, if there are any."""
+    problems = [line for line in lines if not line.startswith(WARNING)]
+    if problems:
+        raise UserError("\n".join(listed(problems)))
+    for line in listed(lines) if ranks.RANK == 0 else ():
+        print(escaped(line), file=sys.stderr)
 
 
 class Case(NamedTuple):
@@ -53,8 +67,7 @@ class DatasetInfo(NamedTuple):
     classes: tuple[str, ...] = ()
     relabel: Relabel = None
     regions: Regions | None = None
-    wrong_labels: str = ""
-    options_of_labels: tuple[str, ...] = ()  # that make classes of wrong labels
+    wrong_labels: UserError | None = None
     announced: int | None = None  # cases, by dataset.json's numTraining
     left_out: tuple[str, ...] = ()  # sentences on files that are not read, or named otherwise than dataset.json says
 
@@ -65,32 +78,30 @@ class DatasetInfo(NamedTuple):
 
 
 Layout = Callable[[Path, Data], DatasetInfo]
-READERS = dict[str, Layout]()  # of the layouts whose files are loaded
 
 
 def layout(
     *, generated: str = "", names_classes: bool = True, by_channel: bool = False, lists_files: bool = False
 ) -> Callable[[Layout], Layout]:
-    """Register `(data.root, options) -> DatasetInfo`, in a file of `unet3d.data.layouts`, as data.format of its name.
+    """Mark `(data.root, options) -> DatasetInfo`, in a file of `unet3d.data.layouts`, as data.format of its name.
 
     `config/schema.py` reads the arguments, which are written as constants, without loading that file. `generated`: the
     folder that takes the place of data.root, for what the function generates. `names_classes`: false where no file
     names them, so that data.classes must. `by_channel`: each channel is a file, called CASE_0000 and so on, even a
     single one. `lists_files`: a list says which files count, so that others beside them are no mistake.
     """
-
-    def register(function: Layout) -> Layout:
-        READERS[function.__name__] = function
-        return function
-
-    return register
+    return lambda function: function
 
 
 def read_dataset(data: Data) -> DatasetInfo:
     """Return the data set that `data` describes; what is generated is made if absent. Raises UserError."""
-    dataset = dataset_to_check(data)
-    if dataset.wrong_labels:
-        raise UserError(dataset.wrong_labels)
+    return sound(dataset_to_check(data))
+
+
+def sound(dataset: DatasetInfo) -> DatasetInfo:
+    """Return the data set. Raises UserError where its labels make no classes."""
+    if dataset.wrong_labels is not None:
+        raise dataset.wrong_labels
     return dataset
 
 
@@ -100,15 +111,15 @@ def dataset_to_check(data: Data) -> DatasetInfo:
     Raises UserError for what else is wrong.
     """
     facts = LAYOUTS[data.format]
-    importlib.import_module(f"unet3d.data.layouts.{facts['module']}")
+    read: Layout = getattr(importlib.import_module(f"unet3d.data.layouts.{facts['module']}"), data.format)
     default = facts.get("generated", "")
     assert data.root or default, "unet3d.config.rules requires data.root"
-    dataset = READERS[data.format](Path(data.root or default), data)
+    dataset = read(Path(data.root or default), data)
     if default:
         return dataset
     cases = tuple(case._replace(affine=data.affine) for case in dataset.cases)
     files = [path for case in cases for path in case.files]
-    notes = left_out(files, is_list=facts.get("lists_files", False))
+    notes = _left_out(files, is_list=facts.get("lists_files", False))
     return dataset._replace(cases=cases, left_out=(*dataset.left_out, *notes))
 
 
@@ -129,8 +140,7 @@ def with_classes(
         region_names, of_classes = as_classes(regions, classes, relabel, where)
         return dataset._replace(classes=region_names, relabel=relabel, regions=of_classes)
     except UserError as error:
-        options: tuple[str, ...] = getattr(error, "options", ())
-        return dataset._replace(wrong_labels=str(error), options_of_labels=options)
+        return dataset._replace(wrong_labels=error)
 
 
 def inside(cases: tuple[Case, ...], roots: Sequence[Path], allow_outside: bool) -> tuple[Case, ...]:
@@ -161,6 +171,61 @@ def sorted_cases(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     return tuple(by_id[case_id] for case_id in sorted(by_id))
 
 
-def shown_names(names: Sequence[str]) -> str:
-    """Return names in one line of a bounded length."""
-    return shorten(", ".join(names), MAX_NAMES, placeholder=" ...")
+def other_volumes(folders: Iterable[Path]) -> str:
+    """Return which volumes of formats that are not read lie in these folders, with what helps; "" for none."""
+    by_ending = dict[str, list[Path]]()
+    for folder in dict.fromkeys(folders):
+        with suppress(OSError):
+            for path in nifti.visible(folder):
+                found = OTHER_ENDINGS.search(path.name)
+                if found is not None:
+                    by_ending.setdefault(found.group().lower(), []).append(path)
+    images = {path.stem for path in by_ending.get(".img", ())}
+    if images and images == {path.stem for path in by_ending.get(".hdr", ())}:
+        del by_ending[".img"]
+        pairs = ".hdr/.img pair" if len(images) == 1 else ".hdr/.img pairs"
+        by_ending[pairs] = by_ending.pop(".hdr")
+    kinds = [f"{len(found):,} {kind} ({shown_names(found, MAX_OTHERS_LISTED)})" for kind, found in by_ending.items()]
+    return f"volumes of other formats are not read: {', '.join(kinds)}; convert them to .nii.gz" if kinds else ""
+
+
+def _left_out(used: Iterable[Path], is_list: bool) -> Iterator[str]:
+    """Yield sentences on other volumes in the folders of these files: NIfTI, unless the used are a list, and others."""
+    files = dict.fromkeys(used)
+    folders = dict.fromkeys(path.parent for path in files)
+    others = list[Path]()
+    for folder in () if is_list else folders:
+        with suppress(OSError, UserError):
+            others += [path for path in nifti.volumes_in(folder) if path not in files]
+    if others:
+        yield f"NIfTI files of no case are not read: {len(others):,} ({shown_names(others, MAX_OTHERS_LISTED)})"
+    unread = other_volumes(folders)
+    if unread:
+        yield unread
+
+
+def in_order(name: str, files: Sequence[Path], count: int = 0) -> tuple[Path, ...]:
+    """Return one case's channels by their numbers, which must be 0000, 0001 and so on, `count` or more.
+
+    Raises UserError.
+    """
+    ordered = sorted(files, key=lambda file: file.name)
+    if len({file.parent for file in files}) == 1:
+        nifti.by_stem(ordered)
+    stems = [nifti.stem(file) for file in ordered]
+    wanted = [f"{name}_{channel:04d}" for channel in range(max(count, len(stems)))]
+    holds_all = len(stems) == 1 and stems[0] not in wanted
+    if stems == wanted or holds_all:
+        return tuple(ordered)
+    absent = ordered[0].with_name(next(stem for stem in wanted if stem not in stems))
+    present = shown_names(ordered)
+    what = f"{absent} is missing beside {present}"
+    raise UserError(f"{name}: {what}; a case's channels are called {name}_0000, {name}_0001 and so on")
+
+
+def refuse_long(where: object, name: str) -> None:
+    """Raise UserError where the label map of this case could not be written under its name."""
+    if len(os.fsencode(f"{name}.nii.gz")) > MAX_NAME:
+        what = f"the name of its label map, with .nii.gz, would have more than {MAX_NAME} bytes"
+        start = f"{name[:NAME_SHOWN]}..., a name of {len(name)} letters"
+        raise UserError(f"{where}: {start}: {what}; rename the case's files")

@@ -1,7 +1,6 @@
 """Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`."""
 
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,24 +10,23 @@ from typing import NamedTuple
 import numpy as np
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, escaped, listed
+from unet3d.base.errors import UserError
 from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Data, Model
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
-from unet3d.data.forms import in_one_line
+from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
 from unet3d.data.grids import Grid
 from unet3d.data.labels import likely_ignored, misread, options_for
-from unet3d.data.nifti import ValidationRules
-from unet3d.data.scan import CaseHeader, ImageFiles, oddities, placed_apart, read_grid, scan_case
+from unet3d.data.nifti import ValidationRules, in_one_line, two_places
+from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, leaks, oddities, read_grid, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
-from unet3d.data.twins import channel_digest, image_digest, leaks
+from unet3d.data.texts import shown_names
 from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_label_map
 from unet3d.model import geometry
 
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
-CASES_SAMPLED = 200  # whose sizes are compared with the patch
+CASES_SAMPLED = 200  # about so many headers are read where only their sizes are of use
 
 
 class Content(NamedTuple):
@@ -37,14 +35,7 @@ class Content(NamedTuple):
     digest: bytes
     labels: frozenset[int]
     kept: frozenset[int]
-
-
-class CaseContent(NamedTuple):
-    """The content of a case if all of it could be read, the problems of its voxels, and that of its labels."""
-
-    content: Content | None
-    lines: list[str]
-    unknown: UnknownLabels | None
+    warnings: list[str]
 
 
 class DatasetCheck(NamedTuple):
@@ -57,6 +48,11 @@ class DatasetCheck(NamedTuple):
     lines: list[str]
     options: tuple[str, ...] = ()
 
+    def sound_headers(self) -> dict[str, CaseHeader]:
+        """Return the headers, and print warnings. Raises UserError that lists every problem."""
+        warn_or_raise(self.lines)
+        return self.headers
+
 
 def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> DatasetCheck:
     """Return the headers of `cases`, and all problems of cases and split; for what the options accept, warnings.
@@ -65,7 +61,7 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> Data
     """
     headers = dict[str, CaseHeader]()
     contents = dict[str, Content]()
-    lines = [dataset.wrong_labels] if dataset.wrong_labels else []
+    lines = [] if dataset.wrong_labels is None else [str(dataset.wrong_labels)]
     unknown = list[UnknownLabels]()
     places = list[str]()
     for case in progress.track(cases, "checking cases", len(cases)):
@@ -73,16 +69,22 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> Data
         with files.kept_open():
             headers[case.id] = scan_case(dataset, case, data, files)
             lines += headers[case.id].lines
-            lines += _oddities_of_case(case, files)
-            places += placed_apart(case, files)
+            if case.label is None:
+                what = "has no label map; it is neither learned from nor scored"
+                lines.append(f"{WARNING}{case.id}: {case.images[0]}: {what}")
+            for path, image in files.headers.items():
+                lines += [f"{WARNING}{case.id}: {path}: {oddity}" for oddity in oddities(image, case.affine)]
+                apart = two_places(image.header, case.affine)
+                places += [f"{WARNING}{case.id}: {path}: {apart}"] if apart else []
             found = _read_content(dataset, case, files, data)
-        lines += found.lines
-        if found.unknown is not None:
-            unknown.append(found.unknown)
-        if found.content is not None:
-            contents[case.id] = found.content
+        if isinstance(found, Content):
+            contents[case.id] = found
+            lines += found.warnings
+            continue
+        lines += map(str, found)
+        unknown += [error for error in found if isinstance(error, UnknownLabels)]
     lines += [*_warnings_of_sizes(headers), *in_one_line(places)]
-    options = dataset.options_of_labels
+    options: tuple[str, ...] = getattr(dataset.wrong_labels, "options", ())
     if unknown:
         options = _with_label_map(dataset, lines, unknown, contents)
     if dataset.announced not in (None, len(dataset.cases)):
@@ -108,23 +110,6 @@ def check_headers(
     return DatasetCheck(headers, [*lines, *_split_problems(dataset, data, {})])
 
 
-def sound_headers(
-    dataset: DatasetInfo,
-    cases: Sequence[Case],
-    data: Data,
-    files: ImageFiles | None = None,
-    fingerprint: str | None = None,
-) -> dict[str, CaseHeader]:
-    """Return the headers of `cases` by id, and print warnings. Raises UserError that lists every problem."""
-    headers, lines, _ = check_headers(dataset, cases, data, files, fingerprint)
-    problems = [line for line in lines if not line.startswith(WARNING)]
-    if problems:
-        raise UserError("\n".join(listed(problems)))
-    for line in listed(lines):
-        print(escaped(line), file=sys.stderr)
-    return headers
-
-
 def _warnings_of_sizes(headers: Mapping[str, CaseHeader]) -> list[str]:
     """Return a warning for all files of the cases that state two voxel sizes, and one for those that state no place."""
     lines = [line for header in headers.values() for line in header.sizes]
@@ -141,13 +126,8 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         yield str(error)
         return
     if not data.semi:
-        yield from leaks(
-            train,
-            val,
-            {case_id: content.digest for case_id, content in contents.items()},
-            ValidationRules.of(data),
-            ImageFiles(),
-        )
+        digests = {case_id: content.digest for case_id, content in contents.items()}
+        yield from leaks(train, val, digests, ValidationRules.of(data), ImageFiles())
     for note in unused(dataset, data, train, val):
         if not contents or "label map" not in note:  # else each such case has its line
             yield f"{WARNING}{note}"
@@ -158,56 +138,48 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         notes += misread(dataset.classes, dataset.regions)
     for note in notes:
         yield f"{WARNING}{dataset.name}: {note}"
-    if all(case.id in contents for case in (*train, *val)) and contents:
-        yield from _absences_in_files(dataset, data, train, val, contents)
+    if not contents or any(case.id not in contents for case in (*train, *val)):
+        return
+    learned, scored = ({label for case in part for label in contents[case.id].kept} for part in (train, val))
+    stored = {label for case in train for label in contents[case.id].labels}
+    yield from absences(dataset, data, learned, scored, stored)
+    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
+    if absent:
+        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
 
 
-def _oddities_of_case(case: Case, files: ImageFiles) -> Iterator[str]:
-    """Yield warnings of what may be right in a case but often is not."""
-    if case.label is None:
-        what = "has no label map; it is neither learned from nor scored"
-        yield f"{WARNING}{case.id}: {case.images[0]}: {what}"
-    for path, image in files.headers.items():
-        for oddity in oddities(image, case.affine):
-            yield f"{WARNING}{case.id}: {path}: {oddity}"
-
-
-def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> CaseContent:
-    """Read the voxels of those files of a case that have a sound header."""
-    errors = list[str]()
+def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> Content | list[UserError | str]:
+    """Return the content of a case; where it is not sound, what is wrong with those files that have a sound header."""
+    errors = list[UserError | str]()
     warnings = list[str]()
-    unknown = None
     labels = frozenset[int]()
     kept = frozenset[int]()
     channels = list[bytes]()  # their digests
+    rules = ValidationRules.of(data)
     values = LabelValues.of_files(dataset)
     if not dataset.label_count:  # no class is known, so that any label will do
         values = values._replace(classes=MAX_LABEL + 1)
     paths = [path for path in case.files if path in files.headers]
     for path in paths:
         try:
-            with files.reopened(case, path) as file:
+            with files.opened(case, path) as file:
                 if path == case.label:
                     label, header = read_label_map(case, path, values, file)
                     labels = kept = _occurring(label)
                     if data.spacing is not None:
                         kept = _occurring(on_network_grid(label, case, header, data.spacing, dataset.ignore))
-                else:
-                    rules = ValidationRules.of(data)
-                    voxels, nonfinite = nifti.read_image(case.id, path, file.image, rules, file.stream)
-                    channels += map(channel_digest, voxels)
-                    if nonfinite:
-                        warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
-        except UnknownLabels as error:
-            errors.append(str(error))
-            unknown = error
+                    continue
+                voxels, nonfinite = nifti.read_image(file, rules)
+            channels += map(channel_digest, voxels)
+            if nonfinite:
+                warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
         except UserError as error:
-            errors.append(str(error))
+            errors.append(error)
     if errors or len(paths) < len(case.files):
-        return CaseContent(None, [*errors, *warnings], unknown)
+        return [*errors, *warnings]
     if case.label is not None and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return CaseContent(Content(image_digest(channels), labels, kept), warnings, unknown)
+    return Content(image_digest(channels), labels, kept, warnings)
 
 
 def _occurring(label: np.ndarray) -> frozenset[int]:
@@ -222,12 +194,11 @@ def _with_label_map(
 
     What was one line for each of several files is one for all.
     """
-    labels = frozenset[int]().union(*(error.labels for error in unknown))
-    known = frozenset[int]().union(*(content.labels for content in contents.values())) - {0, dataset.ignore}
-    if labels and dataset.relabel is not None:  # which `known` have gone through
-        labels |= {old for old, new in dataset.relabel.items() if new in known}
-    elif labels:
-        labels |= known
+    labels = {label for error in unknown for label in error.labels}
+    known = {label for content in contents.values() for label in content.labels} - {0, dataset.ignore}
+    if dataset.relabel is not None:  # which `known` have gone through
+        known = {old for old, new in dataset.relabel.items() if new in known}
+    labels |= known if labels else set()
     names = dataset.classes if dataset.regions is None else ()
     options = options_for(labels, dataset.label_count, dataset.relabel, names)
     if not options:
@@ -245,18 +216,6 @@ def _with_label_map(
     return options
 
 
-def _absences_in_files(
-    dataset: DatasetInfo, data: Data, train: Sequence[Case], val: Sequence[Case], contents: Mapping[str, Content]
-) -> Iterator[str]:
-    """Yield classes that do not occur in training or held-out cases, all of which were read."""
-    learned, scored = (frozenset[int]().union(*(contents[case.id].kept for case in part)) for part in (train, val))
-    stored = frozenset[int]().union(*(contents[case.id].labels for case in train))
-    yield from absences(dataset, data, learned, scored, stored)
-    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
-    if absent:
-        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
-
-
 def _class_words(dataset: DatasetInfo) -> list[str]:
     """Return the values and names of the classes; of regions, their labels and what they are drawn as."""
     if dataset.regions is None:
@@ -271,9 +230,9 @@ def summary(
     dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case], headers: Mapping[str, CaseHeader]
 ) -> list[str]:
     """Return a few plain lines about a data set; sizes are of the images that can be read."""
-    readable = [headers[case.id] for case in dataset.cases if headers[case.id].stored is not None]
-    orientations = Counter(header.orientation for header in readable)
-    grids = [header.stored for header in readable if header.stored is not None]
+    of_cases = [headers[case.id] for case in dataset.cases]
+    orientations = Counter(header.orientation for header in of_cases if header.orientation)
+    grids = [header.stored for header in of_cases if header.stored is not None]
     turned = ", ".join(f"{count} {codes}" for codes, count in sorted(orientations.items())) or "unknown"
     unlabelled = sum(case.label is None for case in dataset.cases)
     classes = shown_names(_class_words(dataset))
@@ -300,15 +259,10 @@ def _range(triples: Sequence[Sequence[float]]) -> str:
 def read_grids(cases: Sequence[Case], spacing: Sequence[float] | None) -> list[Grid]:
     """Return the grids that the network sees of some cases; those that cannot be read are left out."""
     grids = list[Grid]()
-    for case in cases[:: _step(cases)]:
+    for case in cases[:: 1 + len(cases) // CASES_SAMPLED]:
         with suppress(UserError):  # `check_cases` reports it
             grids.append(read_grid(case, spacing))
     return grids
-
-
-def _step(items: Sequence[object]) -> int:
-    """Return every how many-th of the items leaves at most CASES_SAMPLED."""
-    return -(-len(items) // CASES_SAMPLED) or 1
 
 
 def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None]) -> str | None:
@@ -316,7 +270,7 @@ def mostly_padding(model: Model, patch: list[int], targets: Sequence[Grid | None
 
     A grid is None where it could not be read.
     """
-    grids = [grid for grid in targets[:: _step(targets)] if grid is not None]
+    grids = [grid for grid in targets if grid is not None]
     output = geometry.output_size(patch, effective_model(model))  # valid convolutions return less than they take
     shares = [prod(min(p, n) / p for p, n in zip(output, grid.shape, strict=True)) for grid in grids]
     share = float(np.median(shares)) if shares else 1.0

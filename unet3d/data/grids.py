@@ -15,8 +15,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import THRESHOLD
 from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.forms import FORMS, affine_if_sound
-from unet3d.data.nifti import ValidationRules, problem
+from unet3d.data.nifti import FORMS, affine_if_sound, problem
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
@@ -75,42 +74,32 @@ def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | N
     return Grid((x, y, z), grid.affine @ step)
 
 
-class Contradiction(NamedTuple):
-    """A file that does not fit the others of its case; `is_apart`: it has their size, but lies elsewhere."""
+def contradictions(case: Case, headers: Headers, accepts_apart: bool = False) -> Iterator[tuple[UserError, bool]]:
+    """Yield what does not fit among those files of the case that could be opened, and whether it is accepted.
 
-    error: UserError
-    is_apart: bool = False
-
-    def is_accepted(self, rules: ValidationRules) -> bool:
-        """Return whether data.affine_check=warn pairs it with the others voxel by voxel."""
-        return self.is_apart and rules.affine
-
-
-def contradictions(case: Case, headers: Headers) -> Iterator[Contradiction]:
-    """Yield what does not fit among those files of the case that could be opened.
-
-    All must lie on the first image's grid.
+    All must lie on the first image's grid; with data.affine_check=warn (`accepts_apart`), one of its size may lie
+    elsewhere: it is paired with the others voxel by voxel.
     """
     first = headers.get(case.images[0])
     for path, image in headers.items():
         if nifti.channels(image) > 1 and path == case.label:
             what = f"has shape {image.shape}; a label map is X,Y,Z with one integer per voxel, as a one-hot's argmax"
-            yield Contradiction(problem(case.id, path, what))
+            yield problem(case.id, path, what), False
         elif nifti.channels(image) > 1 and len(case.images) > 1:
-            yield Contradiction(problem(case.id, path, f"has shape {image.shape}, but is one channel of several"))
-        misfit = None if first is None else _misfit(case, first, image)
-        if first is not None and misfit is not None:
-            yield Contradiction(problem(case.id, path, misfit), image.shape[:3] == first.shape[:3])
+            yield problem(case.id, path, f"has shape {image.shape}, but is one channel of several"), False
+        misfit = "" if first is None else _misfit(case, first, image)
+        if first is not None and misfit:
+            yield problem(case.id, path, misfit), accepts_apart and image.shape[:3] == first.shape[:3]
 
 
-def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image) -> str | None:
-    """Return how an image differs from the grid of the first, and what helps; None if it does not differ."""
+def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image) -> str:
+    """Return how an image differs from the grid of the first, and what helps; "" if it does not differ."""
     path = case.images[0]
     size = first.shape[:3]
     is_of_size = image.shape[:3] == size
     distance = corner_distance(size, first.affine, image.affine) if is_of_size else np.inf
     if distance <= SAME_GRID:
-        return None
+        return ""
     axes, axes_of_first = ("".join(nib.aff2axcodes(one.affine)) for one in (image, first))
     if axes != axes_of_first and _are_near(canonical_grid(first), canonical_grid(image)):
         what = f"has the grid of {path} with other axes ({axes}, not {axes_of_first})"
@@ -196,10 +185,9 @@ def drawn(probabilities: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
 
     `probabilities` yields a region's label and its map, one region at a time in memory.
     """
-    ordered = iter(probabilities)
-    label, probability = next(ordered)
-    labels = np.zeros(probability.shape, np.uint16)
-    labels[probability > THRESHOLD] = label
-    for label, probability in ordered:
+    labels = np.zeros(0, np.uint16)
+    for label, probability in probabilities:
+        if not labels.size:
+            labels = np.zeros(probability.shape, np.uint16)
         labels[probability > THRESHOLD] = label
     return labels

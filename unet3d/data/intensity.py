@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -66,42 +67,34 @@ def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[n
         raise UserError(f"data.intensity=ct: {what}; use zscore")
     rules = list[Intensity]()
     for name, channel, kind in zip(channels, values, kinds, strict=True):
-        rule = _ct(channel) if kind == "ct" else Intensity(kind)
-        _refuse_constant(rule, f" in channel {name}" if len(channels) > 1 else "")
-        rules.append(rule)
+        where = f" in channel {name}" if len(channels) > 1 else ""
+        rules.append(_ct(channel, where) if kind == "ct" else Intensity(kind))
     return tuple(rules)
 
 
-def _ct(values: np.ndarray) -> Intensity:
-    """Return nnU-Net's percentiles, mean and std (arXiv:1809.10486): CT numbers mean the same in every scan."""
+def _ct(values: np.ndarray, where: str) -> Intensity:
+    """Return nnU-Net's percentiles, mean and std (arXiv:1809.10486): CT numbers mean the same in every scan.
+
+    Raises UserError where they are one value, or so near that float32 has no steps between them.
+    """
     low, high = np.percentile(values, CT_PERCENTILES)
+    if high - low < np.spacing(np.float32(max(abs(low), abs(high)))) * GREYS:
+        one = f"one value, {low:g}" if low == high else f"nearly one value, {low:.9g}"
+        what = f"the foreground of the training cases has {one}{where}"
+        raise UserError(f"data.intensity=ct: {what}: every image would become constant; use zscore")
     clipped = values.clip(low, high)
     with np.errstate(over="ignore"):
         std = float(clipped.std())
     if not 0 < std < math.inf:  # the squares left the range of float32
         clipped = clipped.astype(np.float64)
         std = float(clipped.std())
-    return Intensity(kind="ct", low=float(low), high=float(high), mean=float(clipped.mean()), std=std)
-
-
-def _refuse_constant(rule: Intensity, where: str) -> None:
-    """Raise UserError for a rule of CT whose ends are one value, or so near that float32 has no steps between them."""
-    if rule.kind != "ct":
-        return
-    step = np.spacing(np.float32(max(abs(rule.low), abs(rule.high))))
-    if rule.high - rule.low < step * GREYS:
-        values = f"one value, {rule.low:g}" if rule.low == rule.high else f"nearly one value, {rule.low:.9g}"
-        what = f"the foreground of the training cases has {values}{where}"
-        raise UserError(f"data.intensity=ct: {what}: every image would become constant; use zscore")
+    return Intensity("ct", float(low), float(high), float(clipped.mean()), std)
 
 
 def checked_intensity(values: Any) -> Intensity:
     """Return the rule that a checkpoint holds as plain values. Raises ValueError or TypeError if they are not one."""
     rule = Intensity(**values)
-    is_sound = rule.kind in KINDS
-    for number in (rule.low, rule.high, rule.mean, rule.std):
-        is_sound &= isinstance(number, int | float) and math.isfinite(number)
-    if not is_sound or rule.std <= 0:
+    if rule.kind not in KINDS or not _are_finite((rule.low, rule.high, rule.mean, rule.std)) or rule.std <= 0:
         raise ValueError(f"not a rule of intensity: {values}")
     return rule
 
@@ -147,22 +140,17 @@ class SeenChannel:
     def of(cls, samples: Sequence[np.ndarray], rule: Intensity) -> "SeenChannel":
         """Return the record of voxels (n) of each case, to which the rule was applied."""
         percentiles = [_percentiles(sample) for sample in samples]
-        span = min(low for low, _ in percentiles), max(high for _, high in percentiles)
-        shares = [_beyond(sample, rule, span) for sample in samples]
-        return cls(
-            span,
-            contrast=_range(high - low for low, high in percentiles),
-            below=_range(below for below, _ in shares),
-            above=_range(above for _, above in shares),
-        )
+        span = _range(*percentiles)
+        below, above = zip(*(_beyond(sample, rule, span) for sample in samples), strict=True)
+        return cls(span, _range(high - low for low, high in percentiles), _range(below), _range(above))
 
     def differences(self, voxels: np.ndarray, rule: Intensity) -> Iterator[str]:
         """Yield in words in what voxels (n) are far from those of training, at most once."""
         low, high = (rule.low, rule.high) if rule.kind == "ct" else self.span
         shares = _beyond(voxels, rule, self.span)
         odd = []
-        ends = ((self.below, f"below {low:g}"), (self.above, f"above {high:g}"))
-        for share, (seen, where) in zip(shares, ends, strict=True):
+        ends = (shares[0], self.below, f"below {low:g}"), (shares[1], self.above, f"above {high:g}")
+        for share, seen, where in ends:
             limit = f"at most {_percent(seen[1])}" if share > seen[1] else f"at least {_percent(seen[0])}"
             words = f"{_percent(share)} of its voxels are {where}, in training {limit}: other units?"
             odd.append((max(share - seen[1], seen[0] - share), words))
@@ -192,11 +180,9 @@ class Seen:
     @classmethod
     def of(cls, grids: Sequence[Grid], samples: Sequence[np.ndarray], rules: Sequence[Intensity]) -> "Seen":
         """Return the record of the files' grids, and of `sampled` voxels of some cases with the rules applied."""
-        channels = []
-        for number, rule in enumerate(rules if samples else ()):
-            channels.append(SeenChannel.of([sample[number] for sample in samples], rule))
-        spacings = _ranges(grid.spacing for grid in grids)
-        return cls(spacings, _ranges(map(_extent, grids)), tuple(channels))
+        by_channel = zip(*samples, strict=True)  # none where no voxel was measured
+        channels = tuple(SeenChannel.of(voxels, rule) for voxels, rule in zip(by_channel, rules, strict=False))
+        return cls(_ranges(grid.spacing for grid in grids), _ranges(map(_extent, grids)), channels)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], channels: int) -> "Seen":
@@ -206,18 +192,16 @@ class Seen:
             raise ValueError("its record of images is of other channels")
         names = SeenChannel.__annotations__
         seen = [SeenChannel(**{name: _numbers(entry[name], 2) for name in names}) for entry in entries]
-        low, high = values["spacing"]
-        least, most = values["extent"]
+        (low, high), (least, most) = values["spacing"], values["extent"]
         return cls((_numbers(low, 3), _numbers(high, 3)), (_numbers(least, 3), _numbers(most, 3)), tuple(seen))
 
     @classmethod
     def merged(cls, records: Sequence["Seen"]) -> "Seen":
         """Return what one of several networks, at least, has seen."""
-        measured = [record.channels for record in records if record.channels]
         channels = []
-        for parts in zip(*measured, strict=True):
+        for parts in zip(*(record.channels for record in records if record.channels), strict=True):
             names = SeenChannel.__annotations__
-            channels.append(SeenChannel(**{name: _joined([getattr(part, name) for part in parts]) for name in names}))
+            channels.append(SeenChannel(**{name: _range(*(getattr(part, name) for part in parts)) for name in names}))
         spacings = [bounds for record in records for bounds in record.spacing]
         extents = [bounds for record in records for bounds in record.extent]
         return cls(_ranges(spacings), _ranges(extents), tuple(channels))
@@ -261,13 +245,10 @@ def _beyond(voxels: np.ndarray, rule: Intensity, span: Range) -> Range:
     return float((voxels < span[0]).mean()), float((voxels > span[1]).mean())
 
 
-def _range(values: Iterable[float]) -> Range:
-    numbers = list(values)
+def _range(*values: Iterable[float]) -> Range:
+    """Return the least and the most of all these numbers."""
+    numbers = [*chain(*values)]
     return min(numbers), max(numbers)
-
-
-def _joined(ranges: Sequence[Range]) -> Range:
-    return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def _ranges(rows: Iterable[Sequence[float]]) -> tuple[Triple, Triple]:
@@ -302,9 +283,11 @@ def _percent(share: float) -> str:
 def _numbers(values: Any, count: int) -> Any:
     """Return finite numbers of a file as a tuple. Raises ValueError, TypeError."""
     numbers = tuple(values)
-    is_sound = len(numbers) == count
-    for number in numbers:
-        is_sound &= type(number) in (int, float) and math.isfinite(number)
-    if not is_sound:
+    if len(numbers) != count or not _are_finite(numbers):
         raise ValueError("its record of images holds other than numbers")
     return numbers
+
+
+def _are_finite(values: Iterable[object]) -> bool:
+    """Return whether all values are finite numbers."""
+    return all(type(value) in (int, float) and math.isfinite(value) for value in values)  # type: ignore[arg-type]

@@ -4,24 +4,16 @@ data.label_map makes a file's labels classes as they are read, and these its lab
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Regions
-from unet3d.config.data_rules import (
-    MAX_LABEL,
-    checked_regions,
-    label_sources,
-    refuse_background,
-    refuse_blank,
-    refuse_hidden,
-)
+from unet3d.config import data_rules
+from unet3d.config.data_rules import MAX_LABEL, checked_regions, label_sources, refuse_blank
 from unet3d.config.schema import Data
-from unet3d.data.dataset_json import is_plain, shown
+from unet3d.data.texts import is_plain, shown, shown_names
 
 LONGEST_LINE = 400  # letters about the values of classes
-MAX_NAMES = 2_000  # letters of the labels that dataset.json names
 IGNORED = ("ignore", "ignored")  # names of what nobody means to learn
 LISTED = 20  # labels in a message: more are no classes, but the voxels of an image
 Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all that may occur; None: as stored
@@ -30,9 +22,7 @@ Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all
 class UnnumberedLabels(UserError):
     """Labels that are not 0, 1, 2 ...; `options` would make them classes."""
 
-    def __init__(self, message: str, option: str) -> None:
-        super().__init__(message)
-        self.options = (option.strip("'"),) if option else ()
+    options: tuple[str, ...] = ()
 
 
 def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> tuple[str, ...]:
@@ -47,7 +37,7 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> 
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
     classes = in_sequence(labelled, "labels", where, numbered(labelled))
     refuse_blank(classes, f"{where}: labels")
-    refuse_background(classes, f"{where}: labels")
+    data_rules.refuse_background(classes, f"{where}: labels")
     if len(classes) < 2 or len({*classes}) < len(classes):
         remedy = "give the background and one class or more, each its own name"
         raise UserError(f"{where}: labels {shown(list(classes))}; {remedy}")
@@ -57,10 +47,11 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> 
 def in_sequence(names: Mapping[int, str], what: str, where: object, option: str = "") -> tuple[str, ...]:
     """Return names by number: 0, 1, 2 ... Else raises UserError, with the option that helps, if there is one."""
     if not names or sorted(names) != list(range(len(names))):
-        remedy = "number them 0, 1, 2 ... without a gap"
-        if option:
-            remedy += f", or add {option}"
-        raise UnnumberedLabels(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}", option)
+        more = f", or add {option}" if option else ""
+        remedy = f"number them 0, 1, 2 ... without a gap{more}"
+        error = UnnumberedLabels(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}")
+        error.options = (option.strip("'"),) if option else ()
+        raise error
     refuse_odd_names(names, what, where)
     return tuple(names[number] for number in sorted(names))
 
@@ -87,25 +78,22 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
     if ignore is not None and ignore <= max(sources):
         what = f"the label to ignore, {ignore}, must be above the new labels, which run to {max(sources)}"
         raise UserError(f"{option}: {what}; store it as a higher one")
-    if data.classes:
-        new_names = dict(enumerate(data.classes))
-    else:
-        in_order = [names[label] for label in sorted(names) if label != ignore]
-        unknown = []
-        for new, olds in sources.items():
-            unnamed = [old for old in olds if old not in names]
-            has_name = len(unnamed) == len(olds) and new < len(in_order)  # that of dataset.json's label in this place
-            unknown += [] if has_name or not new else unnamed
-        if unknown:
-            known = shorten(", ".join(map(str, sorted(names))), MAX_NAMES, placeholder=" ...")
-            what = f"dataset.json names no label {min(unknown)}, only {known}"
-            raise UserError(f"{option}: {what}; name the new classes in data.classes")
-        new_names = {}
-        for new, olds in sources.items():
-            if new:
-                new_names[new] = "+".join(names[old] for old in olds if old in names) or in_order[new]
-        new_names[0] = names.get(0, "background")
     background = dict.fromkeys([0, *(old for old in names if old != ignore)], 0)
+    if data.classes:
+        return dict(enumerate(data.classes)), background | relabel
+    in_order = [names[label] for label in sorted(names) if label != ignore]
+    new_names = {0: names.get(0, "background")}
+    unknown = []
+    for new, olds in sources.items():
+        named = [names[old] for old in olds if old in names]
+        has_name = not named and new < len(in_order)  # that of dataset.json's label in this place
+        if new:
+            unknown += [] if has_name else [old for old in olds if old not in names]
+            new_names[new] = in_order[new] if has_name else "+".join(named)
+    if unknown:
+        known = shown_names(sorted(names))
+        what = f"dataset.json names no label {min(unknown)}, only {known}"
+        raise UserError(f"{option}: {what}; name the new classes in data.classes")
     return new_names, background | relabel
 
 
@@ -115,27 +103,20 @@ def written_values(data: Data, classes: int) -> tuple[int, ...]:
     A class of one label is written as that label, a class of several as its class number. If two classes would then
     share a value, all classes are written as their numbers.
     """
-    numbers = tuple(range(classes))
-    if data.label_map is None:
-        return numbers
-    label_of = dict[int, int]()
-    for new, olds in label_sources(data.label_map).items():
-        if new and len(olds) == 1:
-            label_of[new] = olds[0]
-    values = tuple(label_of.get(number, number) for number in numbers)
-    if len(set(values)) < classes:
-        return numbers
-    return values
+    values = list(range(classes))
+    for new, olds in label_sources(data.label_map).items() if data.label_map is not None else ():
+        if 0 < new < classes and len(olds) == 1:
+            values[new] = olds[0]
+    return tuple(values if len({*values}) == classes else range(classes))
 
 
 def region_words(data: Data, names: Sequence[str], regions: Regions) -> str:
     """Return what label maps of regions hold, as `0 background, then 1 for whole, 2 over it for core`."""
     values = written_values(data, regions.label_count)
     words = [f"0 {names[0]}"]
-    for name, label in zip(names[1:], regions.drawn, strict=True):
-        words.append(f"{values[label]} for {name}")
+    words += [f"{values[label]} for {name}" for name, label in zip(names[1:], regions.drawn, strict=True)]
     drawn = ", later ones over earlier ones" if len(regions.drawn) > 1 else ""
-    return shorten(", ".join(words), LONGEST_LINE, placeholder=" ...") + drawn
+    return shown_names(words, LONGEST_LINE) + drawn
 
 
 def written_words(data: Data, names: Sequence[str]) -> str:
@@ -143,19 +124,15 @@ def written_words(data: Data, names: Sequence[str]) -> str:
     sources = {} if data.label_map is None else label_sources(data.label_map)
     words = list[str]()
     for number, value in enumerate(written_values(data, len(names))):
-        olds = [value]
-        if number:
-            olds = sources.get(number, [value])
-        word = f"{value} {names[number]}"
-        if olds != [value]:
-            word += f" (in the files {', '.join(map(str, olds))})"
-        words.append(word)
-    return shorten(", ".join(words), LONGEST_LINE, placeholder=" ...")
+        olds = sources.get(number, [value]) if number else [value]
+        in_files = "" if olds == [value] else f" (in the files {', '.join(map(str, olds))})"
+        words.append(f"{value} {names[number]}{in_files}")
+    return shown_names(words, LONGEST_LINE)
 
 
 def proposal(occurring: Collection[int], classes: int, relabel: Relabel = None) -> str:
     """Return the option that makes these labels of a file fit `classes`; "" for what cannot, or where others decide."""
-    sources = _sources(occurring, classes, relabel)
+    sources = _sources({*occurring}, classes, relabel)
     if not sources or (relabel is not None and 0 not in sources):  # a class that is not in this file may be in others
         return ""
     more = relabel is None and len(sources) >= classes
@@ -167,19 +144,21 @@ def options_for(occurring: Collection[int], classes: int, relabel: Relabel, name
 
     `names` are of the classes, and those that are added have the labels' numbers; without them none can be added.
     """
-    sources = _sources(occurring, classes, relabel)
-    if not sources:
-        return ()
+    sources = _sources({*occurring}, classes, relabel)
     option = as_option(sources).strip("'")
-    if relabel is not None or len(sources) < classes:
+    if sources and (relabel is not None or len(sources) < classes):
         return (option,)
-    if not names:
+    if not sources or not names:
         return ()
     known = dict(enumerate(names))
-    words = [names[0]]
-    for olds in sources.values():
-        words.append(known.get(olds, f"label_{olds}") if isinstance(olds, int) else "+".join(map(str, olds)))
-    return option, f"data.classes=[{','.join(words)}]"
+    words = [known.get(old, f"label_{old}") for olds in sources.values() for old in olds]
+    return option, f"data.classes=[{','.join([names[0], *words])}]"
+
+
+def numbered(labels: Collection[int]) -> str:
+    """Return the option that makes these labels 1, 2, 3 ..., without 0; "" for what cannot be classes."""
+    sources = _sources({*labels}, 1, None)
+    return as_option(sources) if sources else ""
 
 
 def likely_ignored(classes: Sequence[str]) -> Iterator[str]:
@@ -190,51 +169,26 @@ def likely_ignored(classes: Sequence[str]) -> Iterator[str]:
             yield f"{name} is learned and scored as a class; {remedy}"
 
 
-def _sources(occurring: Collection[int], classes: int, relabel: Relabel) -> dict[int, int | list[int]]:
-    """Return the labels of files for each new one, {} for what cannot be classes."""
-    known = range(classes) if relabel is None else relabel
-    others = sorted({*occurring} - {*known})
+def _sources(occurring: Set[int], classes: int, relabel: Relabel) -> dict[int, list[int]]:
+    """Return the labels of files for each new one, as `relabel` has them; {} for what cannot be classes.
+
+    Labels that it misses take the places of classes of which none occurs, or are background; without a map, new ones.
+    """
+    olds_of = {number: [number] for number in range(classes)}
+    if relabel is not None:
+        olds_of = {number: [old for old, new in relabel.items() if new == number] for number in range(classes)}
+    others = sorted(occurring - {old for olds in olds_of.values() for old in olds})
     if not others or not _are_classes(others):
         return {}
-    if relabel is not None:
-        return _mapped(others, {*occurring}, classes, relabel)
-    labels = range(1, classes)
-    absent = [label for label in labels if label not in occurring]
-    if len(others) > len(absent):  # more labels than classes
-        everything = sorted({*labels, *others})
-        return dict(enumerate(everything, 1)) if _are_classes(everything) else {}
-    sources = dict[int, int | list[int]](zip(labels, labels, strict=True))
-    for new, old in zip(absent[-len(others) :], others, strict=True):
-        sources[new] = old
-    return sources
-
-
-def _mapped(
-    others: Sequence[int], occurring: Set[int], classes: int, relabel: Mapping[int, int]
-) -> dict[int, int | list[int]]:
-    """Return the labels of files for each new one, as a map has them.
-
-    `others` are for classes of which none of the labels occurs, if these are as many, or else for the background.
-    """
-    sources = dict[int, int | list[int]]()
-    olds_of = {number: [old for old, new in relabel.items() if new == number] for number in range(classes)}
     absent = [number for number in range(1, classes) if occurring.isdisjoint(olds_of[number])]
-    if len(others) == len(absent):  # rather a label that is called otherwise than one that nobody means
-        sources.update((number, olds_of[number]) for number in range(1, classes))
-        sources.update(zip(absent, others, strict=True))
-        return sources
-    for number in range(classes):
-        sources[number] = sorted([*olds_of[number], *(others if number == 0 else ())])
-    return sources
-
-
-def numbered(labels: Collection[int]) -> str:
-    """Return the option that makes these labels 1, 2, 3 ..., without 0; "" for what cannot be classes."""
-    others = sorted({*labels} - {0})
-    if not others or not _are_classes(others):
-        return ""
-    sources = dict(enumerate(others, 1))
-    return as_option(sources)
+    if len(others) == len(absent) or (relabel is None and len(others) < len(absent)):
+        # A label is rather called otherwise than one that nobody means.
+        places = dict(zip(absent[-len(others) :], others, strict=True))
+        return {number: [places[number]] if number in places else olds_of[number] for number in range(1, classes)}
+    if relabel is not None:
+        return olds_of | {0: sorted([*olds_of[0], *others])}
+    everything = sorted({*range(1, classes), *others})
+    return {number: [old] for number, old in enumerate(everything, 1)} if _are_classes(everything) else {}
 
 
 def _are_classes(labels: Sequence[int]) -> bool:
@@ -242,14 +196,9 @@ def _are_classes(labels: Sequence[int]) -> bool:
     return len(labels) <= LISTED and labels[0] >= 0 and labels[-1] <= MAX_LABEL
 
 
-def as_option(sources: Mapping[int, int | list[int]]) -> str:
+def as_option(sources: Mapping[int, Sequence[int]]) -> str:
     """Return the option as it is written on a command line, in quotes: a shell expands braces."""
-    plain = dict[int, int | list[int]]()
-    for new, olds in sources.items():
-        if isinstance(olds, list) and len(olds) == 1:
-            plain[new] = olds[0]
-        else:
-            plain[new] = olds
+    plain = {new: olds[0] if len(olds) == 1 else list(olds) for new, olds in sources.items()}
     return f"'data.label_map={plain}'".replace(" ", "")
 
 
@@ -307,7 +256,7 @@ def as_classes(
         problem = f"label {shown(classes[lone[0]])} is in no region"
         raise UserError(f"{where}: {problem}; add it to one, or to 0 of data.label_map")
     of_classes = Regions(tuple(regions), tuple(drawn))
-    refuse_hidden(named.names, of_classes, where)
+    data_rules.refuse_hidden(named.names, of_classes, where)
     return names, of_classes
 
 

@@ -1,4 +1,7 @@
-"""NIfTI files: a header is checked before memory is taken for its voxels, and voxels are checked as they are read."""
+"""NIfTI files: a header is checked before memory is taken for its voxels, and voxels are checked as they are read.
+
+A header says where voxels lie by its sform, its qform, or by pixdim, the voxel sizes alone.
+"""
 
 import gzip
 import io
@@ -6,8 +9,9 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -15,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 import nibabel as nib
 import numpy as np
 from nibabel import imageglobals
+from nibabel.affines import apply_affine
 from nibabel.arrayproxy import ArrayProxy
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
@@ -22,7 +27,6 @@ from nibabel.spatialimages import HeaderDataError
 from unet3d.base.errors import UserError
 from unet3d.base.files import NIFTI_ENDINGS, open_regular
 from unet3d.config.schema import Data
-from unet3d.data.forms import affine_of, form_faults
 
 ENDING = re.compile(r"\.nii(\.gz)?\Z", re.IGNORECASE | re.ASCII)
 GZIP_MAGIC = b"\x1f\x8b"
@@ -34,6 +38,13 @@ GREYS = 256  # steps that float32 must leave in an image's range
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
 # By the header's own length, which also gives the byte order: class, place of the magic, magic.
 FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
+FORMS = ("sform", "qform", "pixdim")  # the first that a header has counts, as in nibabel
+GUESS = "which side is left is a guess"
+DECIDES = "data.affine=sform, qform or pixdim decides"
+SMALLEST = 1e-7  # mm, below a nanometre: squares of less vanish
+LARGEST = 1e7  # mm, above a kilometre: squares of more overflow
+SAME_PLACE = 0.01  # mm: largest difference between sform and qform that counts as none
+SAME_SIZE = 0.01  # relative difference of voxel sizes that is rounding
 
 
 @contextmanager
@@ -87,49 +98,73 @@ def is_compressed(name: str) -> bool:
     return name.lower().endswith(".gz")
 
 
+def volumes_in(folder: Path) -> list[Path]:
+    """Return the NIfTI files of a folder by name. Raises UserError where there is no folder."""
+    if not folder.is_dir():
+        what = f"no such folder{backslashes(folder)}"
+        raise UserError(f"{folder}: {what}; check data.root, data/README.md shows the layouts")
+    return [path for path in visible(folder) if ending(path)]
+
+
+def backslashes(name: object) -> str:
+    """Return what is wrong with a path as Windows writes it, where no file has that name; "" for another path."""
+    return ": backslashes are letters of a name, write / between folders" if "\\" in str(name) else ""
+
+
+def by_stem(files: Iterable[Path]) -> dict[str, Path]:
+    """Return files by their names without .nii and .nii.gz. Raises UserError where two share one."""
+    by_name = dict[str, Path]()
+    for path in files:
+        name = stem(path)
+        if name in by_name:
+            names = f"{by_name[name].name} and {path.name}"
+            raise UserError(f"{path.parent}: {names} are two files of one name, {name}; remove or rename one")
+        by_name[name] = path
+    return by_name
+
+
+def without_channel(stem: str) -> str:
+    """Return a case's name from its channel's: `case_0001` is `case`."""
+    return re.sub(r"_\d{4}$", "", stem)
+
+
+def visible(folder: Path) -> list[Path]:
+    """Return what a folder holds by name, but hidden files: a Mac's archives hold a `._name.nii.gz` for each volume."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def open_file(case_id: str, path: Path) -> BinaryIO:
     """Open a file that has the name and the first bytes of a NIfTI file. Raises UserError."""
     if not ending(path):
         raise problem(case_id, path, f"is not a {' or '.join(NIFTI_ENDINGS)} file; convert it")
+    start = b""
     try:
         stream = open_regular(path) if path.is_file() else None  # not of a pipe: reading would wait for it
+        if stream is not None:
+            start = stream.read(len(GZIP_MAGIC))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise problem(case_id, path, f"cannot be opened ({reason}); fix that or remove the case") from error
     if stream is None:
         raise problem(case_id, path, _absence(case_id, path))
-    try:
-        _refuse_first_bytes(case_id, path, stream)
-    except BaseException:
-        stream.close()
-        raise
-    return stream
+    if start and (start == GZIP_MAGIC or not is_compressed(path.name)):
+        return stream
+    stream.close()
+    fault = "is not gzip-compressed despite its name; rename or replace it" if start else "is empty; replace the file"
+    raise problem(case_id, path, fault)
 
 
 def _absence(case_id: str, path: Path) -> str:
     """Return that a file is missing, and what helps: its name may be written otherwise."""
     is_channel = stem(path)[:-5] == case_id
     what = f"{stem(path)} is missing" if is_channel else "no such file"
-    if "\\" in str(path):
-        return f"{what}: its backslashes are letters of a name here; write / between folders"
+    if backslashes(path):
+        return f"{what}{backslashes(path)}"
     with suppress(OSError):
         for other in sorted(path.parent.iterdir()):
             if ending(other) and stem(other) == stem(path):
                 return f"{what}, but {other.name} is there; name that one, or rename it"
     return f"{what}; restore it or remove the case"
-
-
-def _refuse_first_bytes(case_id: str, path: Path, stream: BinaryIO) -> None:
-    """Raise UserError for an empty file, and for one that is not compressed as its name says."""
-    try:
-        start = stream.read(len(GZIP_MAGIC))
-    except OSError as error:
-        what = f"cannot be opened ({error.strerror}); fix that or remove the case"
-        raise problem(case_id, path, what) from error
-    if not start:
-        raise problem(case_id, path, "is empty; replace the file")
-    if is_compressed(path.name) and start != GZIP_MAGIC:
-        raise problem(case_id, path, "is not gzip-compressed despite its name; rename or replace it")
 
 
 def open_image(case_id: str, path: Path, form: str = "auto") -> nib.Nifti1Image:
@@ -209,21 +244,27 @@ def channels(image: nib.Nifti1Image) -> int:
     return prod(image.shape[3:])
 
 
-def read_array(case_id: str, path: Path, image: nib.Nifti1Image, stream: BinaryIO | None = None) -> np.ndarray:
+class OpenFile(NamedTuple):
+    """An open NIfTI file: its checked header as an image, and the stream that its voxels are read from."""
+
+    case_id: str
+    path: Path
+    image: nib.Nifti1Image
+    stream: BinaryIO
+
+
+def read_array(file: OpenFile) -> np.ndarray:
     """Return all voxels (X, Y, Z) or (X, Y, Z, C), scaled by the header's slope and intercept.
 
-    Reads from the open `stream`; None: opens the file. Raises UserError if it is damaged.
+    Raises UserError if the file is damaged.
     """
-    opened = open_file(case_id, path) if stream is None else nullcontext(stream)
-    with opened as source:
-        try:
-            with np.errstate(all="ignore"):  # what is then not finite is refused, or counted and replaced
-                array: np.ndarray = np.asanyarray(_voxels(path, image.dataobj, source))
-        except READ_ERRORS as error:
-            raise problem(case_id, path, f"damaged ({error}); replace the file") from error
-    if channels(image) > 1:
-        return array.reshape(*image.shape[:3], -1)
-    return array.reshape(image.shape[:3])
+    image = file.image
+    try:
+        with np.errstate(all="ignore"):  # what is then not finite is refused, or counted and replaced
+            array: np.ndarray = np.asanyarray(_voxels(file.path, image.dataobj, file.stream))
+    except READ_ERRORS as error:
+        raise problem(file.case_id, file.path, f"damaged ({error}); replace the file") from error
+    return array.reshape(*image.shape[:3], *([-1] if channels(image) > 1 else []))
 
 
 def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
@@ -242,37 +283,147 @@ def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
     return ArrayProxy(io.BytesIO(content), (voxels.shape, voxels.dtype, 0, *scale))
 
 
-def read_image(
-    case_id: str, path: Path, image: nib.Nifti1Image, rules: ValidationRules, stream: BinaryIO | None = None
-) -> tuple[np.ndarray, int]:
-    """Return voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0. Raises UserError."""
-    stored = read_array(case_id, path, image, stream)
+def read_image(file: OpenFile, rules: ValidationRules) -> tuple[np.ndarray, int]:
+    """Return voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0.
+
+    Raises UserError, also where float32 has too few numbers for these voxels: their contrast would be lost.
+    """
+    stored = read_array(file)
     with np.errstate(over="ignore"):  # becomes infinite, which is refused below
         array = stored.astype(np.float32, copy=False)
     is_finite = np.isfinite(array)
     nonfinite = int(array.size - np.count_nonzero(is_finite))
     if nonfinite and not rules.nonfinite:
         what = f"{nonfinite} voxels are NaN or infinite; give them a value, e.g. the background's"
-        raise problem(case_id, path, what)
+        raise problem(file.case_id, file.path, what)
     if nonfinite < array.size and not np.can_cast(stored.dtype, np.float32):  # else nothing was rounded
-        _refuse_rounded(case_id, path, stored[is_finite] if nonfinite else stored)
+        finite = stored[is_finite] if nonfinite else stored
+        low, high = finite.min().item(), finite.max().item()
+        step = np.spacing(np.float32(max(-low, high)))
+        if high > low and step * GREYS > high - low:
+            what = f"has values from {low:.12g} to {high:.12g}, of which float32 keeps steps of {step:g}"
+            raise problem(file.case_id, file.path, f"{what}; subtract the offset")
     if nonfinite:
         array = np.where(is_finite, array, np.float32(0))
-    if array.ndim == 3:
-        return array[np.newaxis], nonfinite
-    return np.moveaxis(array, -1, 0), nonfinite
-
-
-def _refuse_rounded(case_id: str, path: Path, stored: np.ndarray) -> None:
-    """Raise UserError where float32 has too few numbers for these voxels: their contrast would be lost."""
-    low = stored.min().item()
-    high = stored.max().item()
-    step = np.spacing(np.float32(max(-low, high)))
-    if high > low and step * GREYS > high - low:
-        what = f"has values from {low:.12g} to {high:.12g}, of which float32 keeps steps of {step:g}"
-        raise problem(case_id, path, f"{what}; subtract the offset")
+    return (array[np.newaxis] if array.ndim == 3 else np.moveaxis(array, -1, 0)), nonfinite
 
 
 def replacement(count: int) -> str:
     """Return the warning about voxels that data.nonfinite=zero replaced."""
     return f"{count} voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
+
+
+def form_taken(header: nib.Nifti1Header, form: str) -> str:
+    """Return which of FORMS an affine is read by: the one that is asked for, if the header has it, else the first."""
+    has = {"sform": header["sform_code"] > 0, "qform": header["qform_code"] > 0, "pixdim": True}
+    return next(name for name in (form, *FORMS) if has.get(name))
+
+
+def affine_of(header: nib.Nifti1Header, form: str) -> np.ndarray:
+    """Return the affine (4, 4), to mm, that a header states in this form, or the first that it has.
+
+    pixdim states lengths alone: axes then run as the sform, or the qform, says. Raises ValueError, HeaderDataError for
+    a qform that is no rotation.
+    """
+    taken = form_taken(header, form)
+    if taken == "qform":
+        qform: np.ndarray = header.get_qform()
+        return qform
+    affine: np.ndarray = header.get_best_affine()
+    if taken == "pixdim":
+        with np.errstate(all="ignore"):  # an axis of no length is refused later
+            affine[:3, :3] *= header["pixdim"][1:4] / np.linalg.norm(affine[:3, :3], axis=0)
+    return affine
+
+
+def form_faults(header: nib.Nifti1Header, form: str, zooms: np.ndarray) -> Iterator[str]:
+    """Yield what is wrong with the affine of a form, and with the voxel sizes (mm) that the header states."""
+    if not np.isfinite(zooms).all() or not zooms.all():
+        yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
+    fault = _affine_fault(header, form)
+    if fault:
+        taken = form_taken(header, form)
+        wrong = form_taken(header, "auto") if taken == "pixdim" else taken  # which says how axes run
+        yield f"{fault}; correct its {wrong}{_other_forms(header, taken)}"
+
+
+def _other_forms(header: nib.Nifti1Header, taken: str) -> str:
+    """Return the option that takes another form of the header, if that one maps a volume."""
+    for form in FORMS:
+        if form != taken and form_taken(header, form) == form and not _affine_fault(header, form):
+            return f", or take data.affine={form}"
+    return ""
+
+
+def _affine_fault(header: nib.Nifti1Header, form: str) -> str:
+    """Return why the affine of a form maps no volume; "" where it does."""
+    try:
+        affine = affine_of(header, form)
+    except (ValueError, HeaderDataError) as error:
+        return f"has a qform that is no rotation ({error})"
+    with np.errstate(all="ignore"):  # an overflow is refused below
+        sizes = np.linalg.norm(affine[:3, :3], axis=0)
+        is_regular = abs(np.linalg.det(affine[:3, :3])) > 1e-6 * sizes.prod()
+    if not is_regular or not np.isfinite(affine).all():
+        return f"has the affine {affine.tolist()}, which maps no volume"
+    if sizes.min() < SMALLEST or np.abs(affine).max() > LARGEST:
+        return f"has the affine {affine.tolist()} (mm), too small or large"
+    return ""
+
+
+def affine_if_sound(header: nib.Nifti1Header, form: str) -> np.ndarray | None:
+    """Return the affine of a form; None where it maps no volume."""
+    return None if _affine_fault(header, form) else affine_of(header, form)
+
+
+def two_sizes(header: nib.Nifti1Header, form: str) -> str:
+    """Return the voxel sizes of a header that states two, and which counts, or that it places no voxel.
+
+    "" for one, or where `form` is chosen. A qform has the voxel sizes of pixdim, so that only a sform can differ.
+    """
+    taken = form_taken(header, form)
+    if form == "auto" and taken == "pixdim":
+        return f"has neither sform nor qform: {GUESS}"
+    if header["sform_code"] <= 0 or taken == form:
+        return ""
+    by_sform = np.linalg.norm(header.get_sform()[:3, :3], axis=0)
+    by_pixdim = header["pixdim"][1:4]
+    if np.allclose(by_sform, by_pixdim, rtol=SAME_SIZE, atol=0):
+        return ""
+    other = "qform and pixdim" if header["qform_code"] > 0 else "pixdim"
+    has = "has" if form == "auto" else f"has no {form}, but"
+    what = f"{has} voxels of {_lengths(by_sform)} mm by its sform, of {_lengths(by_pixdim)} mm by its {other}"
+    return f"{what}; the {taken} is taken"
+
+
+def two_places(header: nib.Nifti1Header, form: str) -> str:
+    """Return how sform and qform place voxels of one size apart, and which counts; "" where they, or `form`, agree."""
+    taken = form_taken(header, form)
+    if header["sform_code"] <= 0 or header["qform_code"] <= 0 or taken == form or _affine_fault(header, "qform"):
+        return ""
+    affines = affine_of(header, "sform"), affine_of(header, "qform")
+    if two_sizes(header, form) or np.allclose(*affines, rtol=1e-5, atol=SAME_PLACE):
+        return ""
+    corners = np.array(list(product(*((0, length - 1) for length in header.get_data_shape()[:3]))))
+    distances = np.linalg.norm(apply_affine(affines[0], corners) - apply_affine(affines[1], corners), axis=1)
+    axes = ["".join(nib.aff2axcodes(affine)) for affine in affines]
+    turned = "" if axes[0] == axes[1] else f", with the axes {axes[0]} and {axes[1]}"
+    what = f"sform and qform place voxels up to {distances.max():.3g} mm apart{turned}"
+    return f"{what}; the {taken} is taken"
+
+
+def in_one_line(lines: Sequence[str], remedy: str = DECIDES) -> list[str]:
+    """Return a line for all files that state where their voxels lie twice, and one for those that do not state it."""
+    guesses = [line for line in lines if line.endswith(GUESS)]
+    others = [line for line in lines if not line.endswith(GUESS)]
+    result = []
+    for some, remedy_of in ((guesses, "set one"), (others, remedy)):
+        if some:
+            count = f" ({len(some):,} such files)" if len(some) > 1 else ""
+            result.append(f"{some[0]}{count}; {remedy_of}")
+    return result
+
+
+def _lengths(sizes: Sequence[float]) -> str:
+    """Return `1.3158 x 1.3158 x 10`."""
+    return " x ".join(f"{size:.5g}" for size in sizes)

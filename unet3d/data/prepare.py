@@ -3,30 +3,29 @@
 If memory keeps the volumes, each is read once.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from unet3d.base import progress, ranks
-from unet3d.base.errors import UserError, escaped, listed
+from unet3d.base.errors import UserError, escaped
 from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
 from unet3d.data import cache
-from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset, shown_names
-from unet3d.data.check import sound_headers
+from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset, warn_or_raise
+from unet3d.data.check import check_headers
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import Seen, intensity_rules, needs_foreground, normalise_in_place, sampled
 from unet3d.data.nifti import ValidationRules, problem
 from unet3d.data.patches import PreparedCase
-from unet3d.data.preprocess import CaseReader, usable
-from unet3d.data.scan import CaseHeader, ImageFiles, read_grid
-from unet3d.data.sparse import SparseReader
+from unet3d.data.preprocess import CaseReader, SparseReader, usable
+from unet3d.data.scan import CaseHeader, ImageFiles, leaks, voxel_digests
 from unet3d.data.splits import absences, split
-from unet3d.data.twins import leaks, voxel_digests
+from unet3d.data.texts import shown_names
 
 IMAGE_BYTES = 4  # of a voxel of a channel, float32
 LABEL_BYTES = 2  # of a voxel of a label map, int16
@@ -69,22 +68,30 @@ def prepare_data(options: Data) -> PreparedData:
     train, val = split(dataset, options)
     cases = list(dict.fromkeys([*train, *val]))
     files = ImageFiles()
+    keeps = options.cache == "memory" or (options.cache == "disk" and cache.can_stay_mapped(len(cases)))
+    disk = None
+    if options.cache == "disk":
+        disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
     with files.kept_open():
-        headers = ranks.on_rank0(lambda: sound_headers(dataset, cases, options, files, options.fingerprint))
+        scan = partial(check_headers, dataset, cases, options, files, options.fingerprint)
+        headers = ranks.on_rank0(lambda: scan().sound_headers())
         reader = CaseReader(
             dataset,
             options.spacing,
-            cache=_kept(options, len(cases)),
+            cache={} if keeps else None,
             rules=ValidationRules.of(options),
+            disk=disk,
             headers=headers,
             files=files,
         )
         _load(reader, options, train, val)
         _measure(reader, train)
         if not options.semi:
-            twins = list(leaks(train, val, _digests(train, val, reader), reader.rules, files))
-            if twins:
-                raise UserError("\n".join(listed(twins)))
+            if options.cache == "off":  # then of the voxels of those images that may be the same
+                digests = voxel_digests(train, val, reader.rules, headers, files)
+            else:
+                digests = {case.id: reader.digest(case) for case in cases}
+            warn_or_raise([*leaks(train, val, digests, reader.rules, files)])
     read_train, read_val = _readers(options, reader, train)
     data = PreparedData(dataset, train, val, reader, read_train, read_val, headers)
     if options.cache != "off":  # which reads nothing before the first step
@@ -100,16 +107,12 @@ def _refuse_nothing_to_learn(data: PreparedData, options: Data) -> None:
     learned = _labels(data.train, data.read_train)
     scored = _labels(data.val, data.read_val)
     lines = list(absences(data.dataset, options, learned, scored))
-    if not all(line.startswith(WARNING) for line in lines):
-        raise UserError("\n".join(lines))
-    if not scored:
+    if not scored and all(line.startswith(WARNING) for line in lines):
         is_ignored = all(bool((data.read_val(case).label == IGNORE).all()) for case in data.val)
         problem = "every held-out voxel is ignored" if is_ignored else "no foreground in any held-out case"
         effect = "there will be no score, and no best.pt; use last.pt" if is_ignored else "scores are 0, or n/a"
         lines.append(f"{WARNING}{data.dataset.name}: {problem}: {effect}, or hold out others (data.split, data.fold)")
-    if not ranks.RANK:
-        for line in lines:
-            print(escaped(line), file=sys.stderr)
+    warn_or_raise(lines)
 
 
 def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
@@ -117,44 +120,56 @@ def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
     return frozenset[int]().union(*(read(case).labels for case in cases))
 
 
-def _kept(options: Data, cases: int) -> dict[str, PreparedCase] | None:
-    """Return where a reader keeps what it has prepared or mapped; None if it keeps nothing."""
-    keeps = options.cache == "memory" or (options.cache == "disk" and cache.can_stay_mapped(cases))
-    return {} if keeps else None
-
-
 def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequence[Case]) -> None:
-    """Choose the normalisation, and read the cases that are kept. Raises UserError."""
+    """Choose the normalisation, for CT by the training cases, and read the cases that are kept.
+
+    What memory keeps is read once, and normalised in place. Raises UserError that lists all cases that cannot be used.
+    """
     training_maps = 1 + (options.sparse is not None) + options.semi  # label maps of a training case, see `_readers`
     maps = dict.fromkeys(val, 1) | dict.fromkeys(train, training_maps)
     cases = list(dict.fromkeys([*train, *val]))
+    channels = reader.dataset.channels
+    measured = {*train} if needs_foreground(options.intensity, channels) else set[Case]()
+    samples = dict[Case, np.ndarray]()
     if options.cache == "memory":
-        _refuse_more_than_memory(reader, maps)
-        _fit_and_preload(reader, options.intensity, train, cases)
-        return
-    if options.cache == "disk":
-        reader.disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
-    _fit_intensity(reader, options.intensity, train)
-    if reader.disk is not None:
-        _refuse_more_than_disk(reader, reader.disk, maps)
+        _refuse_more_than_fits(reader, maps)
+        assert reader.cache is not None
+        for case, volume in usable(cases, "reading cases", reader.read_volume):
+            reader.cache[case.id] = reader.as_case(volume)
+            if case in measured:
+                samples[case] = reader.foreground_of(volume)
+    elif measured:
+        is_shared = reader.disk is not None
+        samples.update(usable(train, "measuring intensities", reader.foreground, at_random=is_shared))
+    reader.intensity = intensity_rules(options.intensity, channels, [samples[case] for case in train if samples])
+    if options.cache == "memory":
+        for prepared in (reader.cache or {}).values():
+            normalise_in_place(prepared.image.numpy(), reader.intensity)
+    elif reader.disk is not None:
+        _refuse_more_than_fits(reader, maps)
         for _ in usable(cases, "reading cases", reader, at_random=True):
             pass
 
 
-def _refuse_more_than_memory(reader: CaseReader, maps: Mapping[Case, int]) -> None:
-    """Print the predicted size of the cases in `maps`, which counts label maps. Raises UserError if too large."""
-    needed = sum(_bytes(reader, case, count) for case, count in maps.items()) * ranks.LOCAL_SIZE
-    available = host_bytes()
-    each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
-    size = f"{len(maps)} cases kept in memory{each}: {mib(needed)} MiB (predicted)"
-    if needed >= available:
-        raise UserError(f"{size}, of {mib(available)} MiB; add data.cache=disk to keep them in files")
-    print(size, flush=True)
+def _refuse_more_than_fits(reader: CaseReader, maps: Mapping[Case, int]) -> None:
+    """Print the predicted size of the cases in `maps`, which counts label maps. Raises UserError if too large.
 
-
-def _refuse_more_than_disk(reader: CaseReader, disk: cache.DiskCache, maps: Mapping[Case, int]) -> None:
-    """Print the predicted size of these cases on disk, where some may be already. Raises UserError if too large."""
-    sizes = {case: _bytes(reader, case, count) for case, count in maps.items()}
+    On disk some may be already.
+    """
+    sizes = dict[Case, int]()
+    for case, count in maps.items():
+        grid = reader.headers[case.id].target
+        assert grid is not None, case.id
+        sizes[case] = prod(grid.shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * count)
+    disk = reader.disk
+    if disk is None:
+        needed = sum(sizes.values()) * ranks.LOCAL_SIZE
+        each = f" by each of {ranks.LOCAL_SIZE} ranks" if ranks.LOCAL_SIZE > 1 else ""
+        size = f"{len(maps)} cases kept in memory{each}: {mib(needed)} MiB (predicted)"
+        if needed >= host_bytes():
+            raise UserError(f"{size}, of {mib(host_bytes())} MiB; add data.cache=disk to keep them in files")
+        print(size, flush=True)
+        return
     missing = [case for case in maps if not disk.holds(reader.key(case))]
     needed = sum(sizes[case] for case in missing)
     free = disk.room()
@@ -165,59 +180,19 @@ def _refuse_more_than_disk(reader: CaseReader, disk: cache.DiskCache, maps: Mapp
         raise UserError(f"data.cache=disk: {disk.root}: {what}")
 
 
-def _bytes(reader: CaseReader, case: Case, maps: int) -> int:
-    """Return the bytes of a prepared case with this number of label maps."""
-    header = reader.headers.get(case.id)
-    grid = header.target if header is not None else None
-    if grid is None:
-        grid = read_grid(case, reader.spacing)
-    return prod(grid.shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * maps)
-
-
-def _fit_intensity(reader: CaseReader, choice: str, train: Sequence[Case]) -> None:
-    """Choose the normalisation, for CT by the training cases, which are read for it."""
-    channels = reader.dataset.channels
-    samples = usable(train, "measuring intensities", reader.foreground, at_random=reader.disk is not None)
-    if reader.disk is not None and needs_foreground(choice, channels):
-        for _ in samples:  # in any order, and then in that of the cases
-            pass
-        samples = map(reader.foreground, train)
-    reader.intensity = intensity_rules(choice, channels, samples)
-
-
-def _fit_and_preload(reader: CaseReader, choice: str, train: Sequence[Case], cases: Sequence[Case]) -> None:
-    """Read each of `cases` once into memory, choose the normalisation, for CT by `train`, and apply it in place.
-
-    Raises UserError that lists all cases that cannot be used.
-    """
-    assert reader.cache is not None
-    channels = reader.dataset.channels
-    measured = {case.id for case in train} if needs_foreground(choice, channels) else set[str]()
-    samples = dict[str, np.ndarray]()
-    if not measured:
-        reader.intensity = intensity_rules(choice, channels, ())
-    for volume in usable(cases, "reading cases", reader.read_volume):
-        if volume.case_id in measured:
-            samples[volume.case_id] = reader.foreground_of(volume)
-        if reader.intensity:
-            normalise_in_place(volume.image, reader.intensity)
-        reader.cache[volume.case_id] = reader.as_case(volume)
-    if measured:
-        reader.intensity = intensity_rules(choice, channels, (samples[case.id] for case in train))
-        for case in cases:
-            normalise_in_place(reader.cache[case.id].image.numpy(), reader.intensity)
-
-
 def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
     """Note what the images of the training cases are like; warn of those without contrast.
 
     Without a cache none is read for z-scores, which follow any unit. Raises UserError for an image that CT's rule
     makes constant, and where no image has any contrast.
     """
-    is_in_memory = reader.disk is None and reader.cache is not None
-    cases = train if is_in_memory else _spread(train, MEASURED_CASES)
-    if reader.disk is None and reader.cache is None and all(rule.kind == "zscore" for rule in reader.intensity):
-        cases = []
+    most = MEASURED_CASES
+    if reader.disk is None and reader.cache is not None:
+        most = len(train)
+    elif reader.disk is None and all(rule.kind == "zscore" for rule in reader.intensity):
+        most = 0
+    places = np.linspace(0, len(train) - 1, min(most, len(train)), dtype=int)
+    cases = [train[place] for place in places]  # spread over all: names often follow their origin
     channels = reader.dataset.channels
     samples = list[np.ndarray]()
     flat = dict[str, list[str]]()  # by channel, the ids of cases in which it has one value
@@ -230,9 +205,9 @@ def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
                 flat.setdefault(channels[number], []).append(case.id)
     if cases and sum(map(len, flat.values())) == len(cases) * len(channels):
         raise UserError(f"{cases[0].id}: its image has one value, as those of all {len(cases)} training cases have")
-    for name, ids in flat.items() if ranks.RANK == 0 else ():
+    for name, ids in flat.items():
         what = f"channel {name} has one value in {len(ids)} of {len(cases)} training cases ({shown_names(ids)})"
-        print(f"{WARNING}{escaped(what)}: nothing can be learned from it there", file=sys.stderr)
+        warn_or_raise([f"{WARNING}{what}: nothing can be learned from it there"])
     stored = [reader.headers[case.id].stored for case in train]
     reader.seen = Seen.of([grid for grid in stored if grid is not None], samples, reader.intensity)
 
@@ -248,22 +223,6 @@ def _refuse_clipped(reader: CaseReader, case: Case, number: int) -> None:
         clips = f"which data.intensity=ct clips to {rule.low:g} to {rule.high:g}: the image would become constant"
         what = f"has values from {low:g} to {high:g}, {clips}"
         raise problem(case.id, case.images[0], f"{what}; correct its unit, remove the case, or use zscore")
-
-
-def _spread(cases: Sequence[Case], most: int) -> list[Case]:
-    """Return at most so many of the cases, spread over all of them: names often follow their origin."""
-    places = np.linspace(0, len(cases) - 1, min(most, len(cases)), dtype=int)
-    return [cases[place] for place in places]
-
-
-def _digests(train: Sequence[Case], val: Sequence[Case], read: CaseReader) -> dict[str, bytes]:
-    """Return digests of the prepared images by case id.
-
-    If they are not kept, of the voxels of those images that may be the same.
-    """
-    if read.disk is None and read.cache is None:
-        return voxel_digests(train, val, read.rules, read.headers, read.files)
-    return {case.id: read.digest(case) for case in (*train, *val)}
 
 
 def _readers(options: Data, read: CaseReader, train: Sequence[Case]) -> tuple[Read, Read]:

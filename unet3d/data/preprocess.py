@@ -1,26 +1,32 @@
-"""Read the files of a case as tensors ready for the network, kept in memory, on disk or not at all."""
+"""Read the files of a case as tensors ready for the network, kept in memory, on disk or not at all.
+
+Of sparse annotation, labels of some slices are learned, of others scored (Cicek et al. 2016).
+"""
 
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, listed
-from unet3d.data.cache import CASE, Arrays, DiskCache, fit_case, key_of, label_arrays, labels_of
-from unet3d.data.cases import Case, DatasetInfo
+from unet3d.base.errors import UserError
+from unet3d.base.types import IGNORE
+from unet3d.config.schema import Data
+from unet3d.data.cache import CASE, LABELS, Arrays, DiskCache, fit_case, fit_labels, key_of, label_arrays, labels_of
+from unet3d.data.cases import Case, DatasetInfo, warn_or_raise
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise_in_place
 from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
-from unet3d.data.patches import PreparedCase, cached, prepare
-from unet3d.data.scan import CaseHeader, ImageFiles, sampled_hashes
-from unet3d.data.twins import channel_digest, image_digest
+from unet3d.data.patches import PreparedCase, cached, foreground, prepare
+from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, sampled_hashes
 from unet3d.data.volume import LabelValues, Volume, messages, read_volume
 
 T = TypeVar("T")
+Slices = list[list[int]]  # indices along each axis
 
 
 @dataclass
@@ -57,23 +63,19 @@ class CaseReader:
 
     def digest(self, case: Case) -> bytes:
         """Return the digest of the prepared image, by which twins are found."""
-        if self.disk is not None:
-            return self._arrays(case)["digest"].tobytes()
-        return _digest(self(case))
+        return _digest(self(case)) if self.disk is None else self._arrays(case)["digest"].tobytes()
 
     def foreground(self, case: Case) -> np.ndarray:
         """Return foreground voxels (C, n) of a case, not normalised; from `disk` where there is one."""
-        if self.disk is None:
-            return self.foreground_of(self.read_volume(case))
 
         def make() -> Arrays:
-            voxels = self.foreground_of(self.read_volume(case))
-            self._refuse_changed(case)
-            return {"voxels": voxels}
+            return {"voxels": self.foreground_of(self.read_volume(case))}
 
+        if self.disk is None:
+            return make()["voxels"]
         channels = len(self.dataset.channels)
         key = self.key(case, "foreground")
-        return self.disk.read(key, ("voxels",), make, lambda arrays: len(arrays["voxels"]) == channels)["voxels"]
+        return self._on_disk(case, key, ("voxels",), make, lambda found: len(found["voxels"]) == channels)["voxels"]
 
     def foreground_of(self, volume: Volume) -> np.ndarray:
         """Return foreground voxels (C, n) of a volume."""
@@ -83,15 +85,11 @@ class CaseReader:
     def key(self, case: Case, *about: object) -> str:
         """Return the name on disk of what is prepared from this case by the reader's options, and `about`."""
         hashes = list[object]()
-        for kind in ("images", "labels"):
-            of_files = self.headers[case.id].hashes[kind]
+        for of_files in self.headers[case.id].hashes.values():
             hashes.append(of_files["full"] or [of_files["sample"], of_files["times"]])
-        options: tuple = (self.dataset.label_count, self.dataset.ignore, self.spacing, self.rules)
-        if self.dataset.relabel is not None:
-            options += (sorted(self.dataset.relabel.items()),)
-        if case.affine in ("qform", "pixdim"):  # others read what is first
-            options += (case.affine,)
-        return key_of(hashes, options, [asdict(rule) for rule in self.intensity], about)
+        relabel = sorted((self.dataset.relabel or {}).items())
+        labels = (self.dataset.label_count, self.dataset.ignore, relabel)
+        return key_of(hashes, labels, self.spacing, self.rules, case.affine, [*map(asdict, self.intensity)], about)
 
     def _warn(self, case: Case, nonfinite_voxels: int) -> None:
         if nonfinite_voxels and case.id not in self.warned_cases:
@@ -99,10 +97,7 @@ class CaseReader:
             print(f"warning: {case.id}: {replacement(nonfinite_voxels)}", file=sys.stderr)
 
     def _prepare(self, case: Case) -> PreparedCase:
-        return self._prepared(self.read_volume(case))
-
-    def _prepared(self, volume: Volume) -> PreparedCase:
-        """Return a volume as a training case, its image normalised in place."""
+        volume = self.read_volume(case)
         normalise_in_place(volume.image, self.intensity)
         return self.as_case(volume)
 
@@ -116,37 +111,46 @@ class CaseReader:
 
     def _arrays(self, case: Case) -> Arrays:
         """Return the prepared case as arrays on disk. Raises UserError."""
-        assert self.disk is not None
 
         def make() -> Arrays:
             volume = self.read_volume(case)
-            prepared = self._prepared(volume)
-            self._refuse_changed(case)
+            normalise_in_place(volume.image, self.intensity)
+            prepared = self.as_case(volume)
             return {
-                "image": prepared.image.numpy(),
+                "image": volume.image,
                 **label_arrays(prepared),
-                "spacing": np.array(prepared.spacing),
+                "spacing": np.array(volume.spacing),
                 "replaced": np.array(volume.nonfinite_voxels),
                 "digest": np.frombuffer(_digest(prepared), np.uint8),
             }
 
         channels = len(self.dataset.channels)
-        return self.disk.read(self.key(case), CASE, make, lambda arrays: fit_case(arrays, channels))
+        return self._on_disk(case, self.key(case), CASE, make, lambda arrays: fit_case(arrays, channels))
 
-    def _refuse_changed(self, case: Case) -> None:
-        """Raise UserError where the files are not those any more whose hashes name what is written."""
-        now = sampled_hashes(case)
-        before = self.headers[case.id].hashes
-        if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
-            raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
+    def _on_disk(
+        self, case: Case, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Callable[[Arrays], bool]
+    ) -> dict[str, np.ndarray]:
+        """Return what `disk` holds of a case, or what `make` makes of its files, if they stay. Raises UserError."""
+        assert self.disk is not None
+
+        def made() -> Arrays:
+            arrays = make()
+            now, before = sampled_hashes(case), self.headers[case.id].hashes
+            if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
+                raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
+            return arrays
+
+        return self.disk.read(key, names, made, fits)
 
 
 def _digest(case: PreparedCase) -> bytes:
     return image_digest(map(channel_digest, case.image.numpy()))
 
 
-def usable(cases: Sequence[Case], what: str, read: Callable[[Case], T], at_random: bool = False) -> Iterator[T]:
-    """Yield each case read. Raises UserError at the end that lists all cases that cannot be used.
+def usable(
+    cases: Sequence[Case], what: str, read: Callable[[Case], T], at_random: bool = False
+) -> Iterator[tuple[Case, T]]:
+    """Yield each case, and what is read of it. Raises UserError at the end that lists all that cannot be used.
 
     `at_random`: in another order than other processes, which may read and write them on disk, too.
     """
@@ -158,6 +162,105 @@ def usable(cases: Sequence[Case], what: str, read: Callable[[Case], T], at_rando
         except UserError as error:
             problems.append(error)
         else:
-            yield result
-    if problems:
-        raise UserError("\n".join(listed(messages(problems))))
+            yield case, result
+    warn_or_raise(messages(problems))
+
+
+@dataclass(frozen=True)
+class SparseReader:
+    """Reads a case with the labels of some slices only: the learned or the scored ones. The image is `read`'s."""
+
+    read: CaseReader
+    options: Data
+    scored: bool
+    cache: dict[str, PreparedCase] | None
+
+    def __call__(self, case: Case) -> PreparedCase:
+        return cached(self.cache, case, self._make)
+
+    def _make(self, case: Case) -> PreparedCase:
+        dense = self.read(case)
+        disk = self.read.disk
+        if disk is None:
+            return self._masked(dense)
+        options = self.options
+        slices = (options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored)
+        arrays = disk.read(
+            self.read.key(case, *slices),
+            LABELS,
+            lambda: label_arrays(self._masked(dense)),
+            lambda found: fit_labels(found, tuple(dense.label.shape)),
+        )
+        label, voxels = labels_of(arrays)
+        return replace(dense, label=label, foreground=voxels)
+
+    def _masked(self, dense: PreparedCase) -> PreparedCase:
+        """Return the case without the labels of other slices. Raises UserError if none is left."""
+        options = self.options
+        find_mask = scored_mask if self.scored else learned_mask
+        label = dense.label.masked_fill(~find_mask(dense.label, options), IGNORE)
+        if (label == IGNORE).all():
+            purpose = "scored" if self.scored else "learned"
+            remedy = "choose other numbers in data.sparse"
+            if options.semi and options.sparse_fold is None:
+                remedy += " and data.scored"
+            raise UserError(f"{dense.case_id}: no label is left to be {purpose}; {remedy}")
+        return replace(dense, label=label, foreground=foreground(label.numpy()))
+
+
+def learned_mask(label: Tensor, options: Data) -> Tensor:
+    """Return which voxels of a label map X Y Z are learned from, bool X Y Z."""
+    return planes(label.shape, learned_slices(label, options))
+
+
+def scored_mask(label: Tensor, options: Data) -> Tensor:
+    """Return which voxels are scored, bool X Y Z: scored slices, but where a learned slice crosses."""
+    return planes(label.shape, scored_slices(label, options)) & ~learned_mask(label, options)
+
+
+def learned_slices(label: Tensor, options: Data) -> Slices:
+    """Return the slices of `options.sparse`, without the part of `options.sparse_fold`.
+
+    Neighbours belong to different parts.
+    """
+    assert options.sparse is not None
+    slices = _spread(label, options.sparse, 0.5, 0)
+    if options.sparse_fold is None:
+        return slices
+    return [[n for k, n in enumerate(axis) if k % options.sparse_folds != options.sparse_fold] for axis in slices]
+
+
+def scored_slices(label: Tensor, options: Data) -> Slices:
+    """Return the slices of the part `options.sparse_fold`, or else of `options.scored`."""
+    if options.sparse_fold is None:
+        return _spread(label, options.scored, 1, 1)
+    assert options.sparse is not None
+    return [axis[options.sparse_fold :: options.sparse_folds] for axis in _spread(label, options.sparse, 0.5, 0)]
+
+
+def _spread(label: Tensor, counts: Sequence[int], first: float, more: int) -> Slices:
+    """Return slices across each axis of the foreground, so many, at shares (k + first) / (count + more) of it."""
+    slices = Slices()
+    for (low, high), count in zip(extent(label), counts, strict=True):
+        shares = [(k + first) / (count + more) for k in range(count)]
+        slices.append([round(low + share * (high - low)) for share in shares])
+    return slices
+
+
+def extent(label: Tensor) -> list[tuple[int, int]]:
+    """Return the first and last voxel of the foreground along each axis; of the volume if it has none."""
+    from scipy.ndimage import find_objects  # takes a third of a second to load
+
+    boxes = find_objects((label.numpy() > 0).astype(np.uint8))
+    if not boxes:
+        return [(0, n - 1) for n in label.shape]
+    return [(axis.start, axis.stop - 1) for axis in boxes[0]]
+
+
+def planes(shape: torch.Size, slices: Slices) -> Tensor:
+    """Return a mask of the slices, bool X Y Z."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for axis, indices in enumerate(slices):
+        index = torch.tensor(indices, dtype=torch.long)
+        mask.index_fill_(axis, index, True)
+    return mask

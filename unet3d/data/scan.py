@@ -1,13 +1,16 @@
 """One scan of a data set: each file is opened once for its header and its hash, and no voxel is read.
 
 Up to 256 files then stay open for the reading of their voxels: header, hash and voxels come from the same bytes.
+Held-out cases that training sees, too, are found by their voxels, one volume in memory at a time.
 """
 
 import hashlib
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice, permutations, product
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -15,14 +18,15 @@ import nibabel as nib
 import numpy as np
 from nibabel.affines import voxel_sizes
 
+from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
-from unet3d.data.forms import affine_if_sound, form_taken, two_places, two_sizes
+from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
 from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
-from unet3d.data.nifti import ValidationRules, problem
+from unet3d.data.nifti import OpenFile, ValidationRules, affine_if_sound, form_taken, problem, two_sizes
+from unet3d.data.texts import shown_names
 
 MAX_LINES_OF_CASE = 10  # about the files of one case
 SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
@@ -31,13 +35,7 @@ SHARE_OF_LIMIT = 4  # and at most a quarter of the files that the process may ha
 BLOCK = 2**12  # bytes of a block that is sampled
 BLOCKS = 16  # blocks that are sampled of a file: all of its bytes up to 64 KiB
 Hashes = dict[str, Any]  # `sample`, `full` or None, and `times`
-
-
-class OpenFile(NamedTuple):
-    """An open NIfTI file: its checked header as an image, and the stream that its voxels are read from."""
-
-    image: nib.Nifti1Image
-    stream: BinaryIO
+Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order
 
 
 class ImageFiles:
@@ -65,32 +63,23 @@ class ImageFiles:
             yield
         finally:
             self._limit = 0
-            self.close()
+            while self._streams:
+                self._streams.popitem()[1].close()
 
     @contextmanager
-    def scanned(self, case: Case, path: Path) -> Iterator[OpenFile]:
-        """Open a file to look at its header and bytes within; it may stay open for its voxels. Raises UserError."""
-        with ExitStack() as stack:
-            file = self._open(case, path)
-            stack.callback(file.stream.close)
-            yield file
-            if len(self._streams) < self._limit:
-                self._streams[path] = file.stream
-                stack.pop_all()  # stays open
-
-    @contextmanager
-    def opened(self, case: Case) -> Iterator[dict[Path, OpenFile]]:
-        """Open the files of a case to read their voxels within, but for those still open. Raises UserError."""
-        with ExitStack() as stack:
-            yield {path: stack.enter_context(self.reopened(case, path)) for path in case.files}
-
-    @contextmanager
-    def reopened(self, case: Case, path: Path) -> Iterator[OpenFile]:
-        """Open a file to read its voxels within, unless it is still open. Raises UserError."""
+    def opened(self, case: Case, path: Path, keep: bool = False) -> Iterator[OpenFile]:
+        """Open a file within, unless it is still open; `keep`: it may stay open for its voxels. Raises UserError."""
         stream = self._streams.pop(path, None)
-        file = self._open(case, path) if stream is None else OpenFile(self.headers[path], stream)
-        with file.stream:
-            yield file
+        with ExitStack() as stack:
+            if stream is None:
+                stream = stack.enter_context(nifti.open_file(case.id, path))
+                self.headers[path] = nifti.read_header(case.id, path, stream, case.affine)
+            else:
+                stack.enter_context(stream)
+            yield OpenFile(case.id, path, self.headers[path], stream)
+            if keep and len(self._streams) < self._limit:
+                self._streams[path] = stream
+                stack.pop_all()
 
     def holds(self, case: Case) -> bool:
         """Return whether all files of a case are still open since their scan."""
@@ -102,28 +91,12 @@ class ImageFiles:
             self.headers[path] = nifti.open_image(case.id, path, case.affine)
         return self.headers[path]
 
-    def close(self) -> None:
-        """Close all files that are still open."""
-        while self._streams:
-            _, stream = self._streams.popitem()
-            stream.close()
 
-    def _open(self, case: Case, path: Path) -> OpenFile:
-        stream = nifti.open_file(case.id, path)
-        try:
-            image = nifti.read_header(case.id, path, stream, case.affine)
-        except BaseException:
-            stream.close()
-            raise
-        self.headers[path] = image
-        return OpenFile(image, stream)
-
-
-def sampled_blocks(stream: IO[bytes], size: int) -> Iterator[bytes]:
-    """Yield BLOCKS blocks, evenly spread over the first `size` bytes of an open file."""
-    for start in np.linspace(0, max(size - BLOCK, 0), BLOCKS, dtype=int):
-        stream.seek(start)
-        yield stream.read(min(BLOCK, size))
+def sampled_blocks(stream: IO[bytes], size: int, start: int = 0) -> Iterator[bytes]:
+    """Yield BLOCKS blocks, evenly spread over an open file of this size, from byte `start` on."""
+    for place in np.linspace(start, max(size - BLOCK, start), BLOCKS, dtype=int):
+        stream.seek(place)
+        yield stream.read(BLOCK)
 
 
 class FileHasher:
@@ -200,18 +173,19 @@ def scan_case(
     for path in case.files:
         kind = "labels" if path == case.label else "images"
         try:
-            with files.scanned(case, path) as file:
+            with files.opened(case, path, keep=True) as file:
                 headers[path] = file.image
                 if fingerprint is not None:
-                    _hash(hashers[kind], case, path, file.stream)
+                    hashers[kind].add(file.stream, path.name)
             if path == case.images[0]:
                 target = target_grid(case, headers[path], data.spacing)
         except UserError as error:
             problems.append(str(error))
-    rules = ValidationRules.of(data)
+        except OSError as error:
+            problems.append(str(problem(case.id, path, f"cannot be read ({error})")))
     accepted = list[str]()
-    for found in contradictions(case, headers):
-        (accepted if found.is_accepted(rules) else problems).append(str(found.error))
+    for misfit, is_accepted in contradictions(case, headers, data.affine_check == "warn"):
+        (accepted if is_accepted else problems).append(str(misfit))
     channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
     if not problems and channels != len(dataset.channels):
         problems.append(str(_wrong_channels(dataset, case, channels)))
@@ -250,22 +224,6 @@ def oddities(image: nib.Nifti1Image, form: str) -> Iterator[str]:
         yield f"its qform is no rotation; the {taken} is taken"
 
 
-def placed_apart(case: Case, files: ImageFiles) -> Iterator[str]:
-    """Yield a line for each file of a case whose sform and qform place its voxels apart."""
-    for path, image in files.headers.items():
-        places = two_places(image.header, case.affine)
-        if places:
-            yield f"{WARNING}{case.id}: {path}: {places}"
-
-
-def _hash(hasher: FileHasher, case: Case, path: Path, stream: BinaryIO) -> None:
-    """Take in the bytes of an open file. Raises UserError."""
-    try:
-        hasher.add(stream, path.name)
-    except OSError as error:
-        raise problem(case.id, path, f"cannot be read ({error})") from error
-
-
 def _wrong_channels(dataset: DatasetInfo, case: Case, channels: int) -> UserError:
     """Return the error for a case that has another number of channels than the data set."""
     is_short = channels < len(dataset.channels)
@@ -286,3 +244,142 @@ def _bounded(case: Case, lines: Sequence[str], start: str = "") -> Iterator[str]
 def read_grid(case: Case, spacing: Sequence[float] | None) -> Grid:
     """Return the grid that the network sees of a case, from the header of its first image. Raises UserError."""
     return target_grid(case, nifti.open_image(case.id, case.images[0], case.affine), spacing)
+
+
+def image_digest(channels: Iterable[bytes]) -> bytes:
+    """Return the digest of all images of a case, of those of its channels: equal for equal voxels.
+
+    Whatever their files say of them, however they are compressed, of whatever type, wherever they lie, in whatever
+    order the channels come, and along whatever axes each is stored. Voxels are compared to 12 bits: normalising the
+    same ones in another order rounds otherwise.
+    """
+    return hashlib.blake2b(b"".join(sorted(channels))).digest()
+
+
+def channel_digest(channel: np.ndarray) -> bytes:
+    """Return a digest of a channel (X, Y, Z) that is the same for each way to turn and mirror its axes."""
+    x, y, z = (np.zeros(size, np.uint64) for size in channel.shape)  # sums of the hashes of voxels in each plane
+    for index, plane in enumerate(channel):
+        hashes = _voxel_hashes(plane)
+        x[index] = hashes.sum()
+        y += hashes.sum(1)
+        z += hashes.sum(0)
+    axes = sorted(min(sums.tobytes(), sums[::-1].tobytes()) for sums in (x, y, z))
+    digests = [hashlib.blake2b(axis).digest() for axis in axes]
+    return hashlib.blake2b(b"".join(digests)).digest()
+
+
+def _voxel_hashes(plane: np.ndarray) -> np.ndarray:
+    """Return a hash of 64 bits per voxel (splitmix64), of its value as float32 rounded to 12 significant bits."""
+    values = plane.astype(np.float32) + np.float32(0)  # -0 becomes 0
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = (bits + np.uint64(1 << 11)) >> np.uint64(12)
+    mixed = rounded + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)  # modulo 2^64
+    hashes: np.ndarray = mixed ^ (mixed >> np.uint64(31))
+    return hashes
+
+
+def voxel_digests(
+    train: Sequence[Case],
+    val: Sequence[Case],
+    rules: ValidationRules,
+    headers: Mapping[str, CaseHeader],
+    files: ImageFiles,
+) -> dict[str, bytes]:
+    """Return digests, by id, of cases that may be the same since their size occurs in both parts.
+
+    Each of them is read once, by one of the ranks, and none is kept. Raises UserError that lists what cannot be read.
+    """
+    sizes = {case.id: _size(headers[case.id]) for case in (*train, *val)}
+    shared = {sizes[case.id] for case in train} & {sizes[case.id] for case in val}
+    cases = [case for case in (*train, *val) if sizes[case.id] in shared]
+    if ranks.count() > 1:
+        cases = cases[ranks.RANK :: ranks.SIZE]
+    by_id = dict[str, bytes]()
+    problems = list[str]()
+    for case in progress.track(cases, "comparing images", len(cases)):
+        try:
+            by_id[case.id] = image_digest(map(channel_digest, _channels(case, rules, files)))
+        except UserError as error:
+            problems.append(str(error))
+    shares = ranks.gather((by_id, problems))
+    warn_or_raise([line for _, lines in shares for line in lines])
+    return {case_id: digest for found, _ in shares for case_id, digest in found.items()}
+
+
+def _size(header: CaseHeader) -> Size:
+    """Return the size of a case, whatever its axes."""
+    assert header.stored is not None
+    return header.channels, *sorted(header.stored.shape)
+
+
+def leaks(
+    train: Sequence[Case],
+    val: Sequence[Case],
+    digests: Mapping[str, bytes],
+    rules: ValidationRules,
+    files: ImageFiles,
+) -> Iterator[str]:
+    """Yield held-out cases that training sees under another name.
+
+    The same file, also by a link; or a digest in common, and the same voxels in the files: a digest may be of what a
+    rule has made of these. Raises UserError for files that cannot be read again.
+    """
+    same_file = dict[object, Case]()
+    alike = defaultdict[object, list[Case]](list)
+    for case in train:
+        same_file |= dict.fromkeys(_file_marks(case), case)
+        if case.id in digests:
+            alike[digests[case.id]].append(case)
+    for case in val:
+        twins = [same_file[mark] for mark in _file_marks(case) if mark in same_file]
+        suspects = alike[digests[case.id]] if case.id in digests else []
+        if not twins:
+            twins = [*islice((other for other in suspects if _are_same(case, other, rules, files)), 1)]
+        if twins:
+            what = f"is held out, but training sees the same image as {twins[0].id}; remove one"
+            yield f"{case.id}: {case.images[0]}: {what}"
+
+
+def _file_marks(case: Case) -> Iterator[object]:
+    """Yield whatever tells the files of a case's images from others."""
+    for path in case.images:
+        try:
+            status = path.stat()  # of the file that it leads to, through any links
+        except OSError:
+            yield path  # it is missing, which `check_cases` reports
+        else:
+            yield status.st_dev, status.st_ino
+
+
+def _are_same(case: Case, other: Case, rules: ValidationRules, files: ImageFiles) -> bool:
+    """Return whether the files of two cases hold the same voxels, as `image_digest` takes them. Raises UserError."""
+    waiting = list(_channels(other, rules, files))
+    for channel in _channels(case, rules, files):
+        found = next((place for place, twin in enumerate(waiting) if _is_turned(channel, twin)), None)
+        if found is None:
+            return False
+        del waiting[found]
+    return not waiting
+
+
+def _channels(case: Case, rules: ValidationRules, files: ImageFiles) -> Iterator[np.ndarray]:
+    """Yield the channels (X, Y, Z) of a case as its files hold them. Raises UserError."""
+    for path in case.images:
+        with files.opened(case, path) as file:
+            yield from nifti.read_image(file, rules)[0]
+
+
+def _is_turned(channel: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two channels (X, Y, Z) are equal once the axes of one are exchanged and mirrored in some way."""
+    for axes in permutations(range(3)):
+        turned = other.transpose(axes)
+        if turned.shape != channel.shape:
+            continue
+        for steps in product((1, -1), repeat=3):
+            if np.array_equal(channel, turned[tuple(slice(None, None, step) for step in steps)]):
+                return True
+    return False

@@ -4,6 +4,7 @@ A file, or a part of their names, says which cases belong together.
 """
 
 import csv
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -16,9 +17,8 @@ import numpy as np
 from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo, shown_names
-from unet3d.data.dataset_json import read_any_json, read_json, read_words, shown
-from unet3d.data.file_names import MAX_NAME
+from unet3d.data.cases import MAX_NAME, WARNING, Case, DatasetInfo
+from unet3d.data.texts import read_any_json, read_json, read_words, shown, shown_names
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 NAMES_LISTED = 5  # case ids in a message
@@ -47,8 +47,9 @@ def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Cas
     if data.groups is not None:
         groups = group_of_cases(ids, data.groups)
     if data.split is not None:
-        train, val = _listed(ids, _parts_in_file(data.split, data), data.split)
-        _refuse_torn_groups(train, val, groups, data.split)
+        parts = _parts_in_file(data.split, data)
+        train, val = (_ids_of_part({*ids}, parts, name, data.split) for name in ("train", "val"))
+        _refuse_torn(train, val, groups, data.split)
     else:
         held_out = _held_out_groups(groups, data)
         train = [case_id for case_id in ids if groups[case_id] not in held_out]
@@ -103,42 +104,29 @@ def _held_out_groups(groups: Mapping[str, str], data: Data) -> Collection[str]:
     if len(names) < 2:
         what = f"all {len(groups)} labelled cases are of one group, {shown(names[0])}"
         raise UserError(f"data.groups={data.groups}: {what}; training and validation need one each")
-    kind = "labelled cases" if data.groups is None else "groups"
-    return {names[index] for index in _held_out(len(names), data, kind)}
-
-
-def _held_out(count: int, data: Data, kind: str) -> set[int]:
-    """Return the indices of one fold, or of about data.val_fraction of all, evenly spread. Raises UserError.
-
-    There are `count` labelled cases, or groups of them, as `kind` says.
-    """
-    if data.fold is None:
+    count = len(names)
+    if data.fold is None:  # about data.val_fraction of all, evenly spread
         chosen = min(max(round(data.val_fraction * count), 1), count - 1)  # each part keeps at least one
-        return {int((k + 0.5) * count / chosen) for k in range(chosen)}
+        return {names[int((k + 0.5) * count / chosen)] for k in range(chosen)}
     if data.folds > count:
+        kind = "labelled cases" if data.groups is None else "groups"
         raise UserError(f"data.folds={data.folds} is more than the {count} {kind}; use data.folds={count}")
     # scikit-learn's KFold(folds, shuffle=True, random_state=FOLD_SEED); this legacy generator never changes
     order = np.random.RandomState(FOLD_SEED).permutation(count)
-    return {*np.array_split(order, data.folds)[data.fold].tolist()}
+    return {names[index] for index in np.array_split(order, data.folds)[data.fold]}
 
 
-def _refuse_torn_groups(train: Sequence[str], val: Sequence[str], groups: Mapping[str, str], where: str) -> None:
-    """Raise UserError where the file `where` puts cases of one group in both parts."""
+def _refuse_torn(train: Sequence[str], val: Sequence[str], groups: Mapping[str, str], where: str) -> None:
+    """Raise UserError where the file `where` puts a case, or cases of one group, in both parts."""
+    in_both = sorted({*train} & {*val})
+    if in_both:
+        raise UserError(f'{where}: {_some(in_both)} in both "train" and "val"; a case can only be in one of them')
     learned = {groups[case_id]: case_id for case_id in train}
     for case_id in val:
         group = groups[case_id]
         if group in learned:
             both = f'{_some([learned[group]])} in "train" and {_some([case_id])} in "val"'
             raise UserError(f"{where}: {both} are of one group, {shown(group)} (data.groups); put them in one part")
-
-
-def _listed(ids: Sequence[str], content: Mapping[str, Any], where: str) -> tuple[list[str], list[str]]:
-    """Return the parts that `content`, read from `where`, lists as {"train": [ids], "val": [ids]}. Raises UserError."""
-    train, val = (_ids_of_part({*ids}, content, part, where) for part in ("train", "val"))
-    in_both = sorted({*train} & {*val})
-    if in_both:
-        raise UserError(f'{where}: {_some(in_both)} in both "train" and "val"; a case can only be in one of them')
-    return train, val
 
 
 def _ids_of_part(ids: Collection[str], content: Mapping[str, Any], part: str, where: str) -> list[str]:
@@ -161,10 +149,7 @@ def _ids_of_part(ids: Collection[str], content: Mapping[str, Any], part: str, wh
 
 def _some(names: Sequence[Any]) -> str:
     """Return the first names, and how many more there are."""
-    words = list[str]()
-    for name in names[:NAMES_LISTED]:
-        is_short = isinstance(name, str) and len(name) <= MAX_NAME
-        words.append(name if is_short else shown(name))
+    words = [name if isinstance(name, str) and len(name) <= MAX_NAME else shown(name) for name in names[:NAMES_LISTED]]
     more = f" and {len(names) - NAMES_LISTED} more" if len(names) > NAMES_LISTED else ""
     return ", ".join(words) + more
 
@@ -194,22 +179,14 @@ def absences(
         yield f"{dataset.name}: no foreground in any {place}{resampled}; {problem}"
         return
     finer = "" if data.spacing is None else ", give a finer data.spacing"
-    held_out = list[str]()
-    vanished = list[str]()
-    nowhere = list[str]()
+    vanished = "all voxels are lost by resampling; give a finer data.spacing"
+    held_out = "only in held-out ones; hold out others (data.split, data.fold)"
+    nowhere = f"check the label maps{finer}, or leave the class out"
+    by_remedy: dict[str, list[str]] = {vanished: [], held_out: [], nowhere: []}
     for name, labels in absent.items():
-        if resampled and not stored.isdisjoint(labels):
-            vanished.append(name)
-        elif scored.isdisjoint(labels):
-            nowhere.append(name)
-        else:
-            held_out.append(name)
-    kinds = (
-        (vanished, "all voxels are lost by resampling; give a finer data.spacing"),
-        (held_out, "only in held-out ones; hold out others (data.split, data.fold)"),
-        (nowhere, f"check the label maps{finer}, or leave the class out"),
-    )
-    for names, remedy in kinds:
+        is_vanished = resampled and not stored.isdisjoint(labels)
+        by_remedy[vanished if is_vanished else nowhere if scored.isdisjoint(labels) else held_out].append(name)
+    for remedy, names in by_remedy.items():
         if names:
             yield f"{WARNING}{dataset.name}: {shown_names(names)} in no {place}{resampled}, so not learned: {remedy}"
 
@@ -219,11 +196,18 @@ def group_of_cases(ids: Sequence[str], option: str) -> dict[str, str]:
     path = Path(option)
     ending = path.suffix.lower()
     if ending == ".json":
-        listed = _from_json(path, ids)
-    elif ending in TABLES or _is_file(path):
-        listed = _from_table(path, ids)
+        pairs: Iterable[tuple[str, object]] = read_json(path).items()
+    elif ending in TABLES or os.path.isfile(option):
+        pairs = _rows(path)
     else:
         return _matched(ids, option)
+    listed = dict[str, str]()
+    for name, group in pairs:
+        case_id = known_id(name, ids) or name
+        if isinstance(group, bool) or not isinstance(group, str | int) or group == "":
+            raise _of_groups(path, f"the group of {shown(case_id)} is {shown(group)}; give a name or a number")
+        if listed.setdefault(case_id, str(group)) != str(group):  # a row for each channel's file says the same
+            raise _of_groups(path, f"{shown(case_id)} is there twice, in two groups; name each case once")
     missing = [case_id for case_id in ids if case_id not in listed]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -232,32 +216,18 @@ def group_of_cases(ids: Sequence[str], option: str) -> dict[str, str]:
         found = f"; it names {shown(others[0])}" if others else ""
         raise _of_groups(path, what + found)
     groups = {case_id: listed[case_id] for case_id in ids}
-    _refuse_alike(path, groups.values())
-    return groups
-
-
-def _refuse_alike(path: Path, names: Iterable[str]) -> None:
-    """Raise UserError for groups whose names differ in capitals, in how an accent is stored, or as 1 and 1.0 do."""
     seen = dict[str, str]()
-    for name in names:
+    for name in groups.values():  # which may differ in capitals, in how an accent is stored, or as 1 and 1.0 do
         folded = unicodedata.normalize("NFKC", name).casefold()
-        plain = re.sub(r"^(\d+)\.0+$", r"\1", folded)
-        other = seen.setdefault(plain, name)
+        other = seen.setdefault(re.sub(r"^(\d+)\.0+$", r"\1", folded), name)
         if other != name:
             raise _of_groups(path, f"{shown(other)} and {shown(name)} are two groups; write one name alike")
+    return groups
 
 
 def _of_groups(path: object, what: str) -> UserError:
     """Return the error for the value of data.groups."""
     return UserError(f"data.groups={path}: {what}")
-
-
-def _is_file(path: Path) -> bool:
-    """Return whether a file is there; an expression may be longer than any name."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def known_id(name: object, ids: Collection[str]) -> str | None:
@@ -293,13 +263,8 @@ def _matched(ids: Sequence[str], expression: str) -> dict[str, str]:
     return groups
 
 
-def _from_json(path: Path, ids: Collection[str]) -> dict[str, str]:
-    """Return the group of each case that a JSON file lists. Raises UserError."""
-    return _by_id(path, ids, read_json(path).items())
-
-
-def _from_table(path: Path, ids: Collection[str]) -> dict[str, str]:
-    """Return the group of each case that a table lists, whose heads may be capitals. Raises UserError."""
+def _rows(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the case and the group of each row of a table, whose heads may be capitals. Raises UserError."""
     if not path.is_file():
         raise _of_groups(path, f"no such file; give {EXAMPLE}")
     lines = [line for line in read_words(path).splitlines() if not line.startswith("sep=")]  # a spreadsheet's
@@ -315,30 +280,6 @@ def _from_table(path: Path, ids: Collection[str]) -> dict[str, str]:
     if absent or len(cells) < 2:
         problem = f"has no column {' and no '.join(absent)}" if absent else "has no row below it"
         raise _of_groups(path, f"its first line, {shown(head)}, {problem}; give {EXAMPLE}")
-    places = [heads.index(column) for column in COLUMNS]
-    pairs = list[tuple[str, str]]()
     for row in cells[1:]:
-        case_id, group = (row[place] if place < len(row) else "" for place in places)
-        pairs.append((case_id, group))
-    return _by_id(path, ids, pairs)
-
-
-def _by_id(path: Path, ids: Collection[str], pairs: Iterable[tuple[str, object]]) -> dict[str, str]:
-    """Return the groups of cases by their ids, where a file names them so, and by its words for others.
-
-    Raises UserError.
-    """
-    groups: dict[str, str] = {}
-    for name, group in pairs:
-        case_id = known_id(name, ids) or name
-        named = _checked(path, case_id, group)
-        if groups.setdefault(case_id, named) != named:  # a row for each channel's file says the same
-            raise _of_groups(path, f"{shown(case_id)} is there twice, in two groups; name each case once")
-    return groups
-
-
-def _checked(path: Path, case_id: str, group: object) -> str:
-    """Return the name of a group, which may be a number. Raises UserError for anything else."""
-    if isinstance(group, bool) or not isinstance(group, (str, int)) or group == "":
-        raise _of_groups(path, f"the group of {shown(case_id)} is {shown(group)}; give a name or a number")
-    return str(group)
+        case_id, group = (row[place] if place < len(row) else "" for place in map(heads.index, COLUMNS))
+        yield case_id, group

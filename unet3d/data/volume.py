@@ -1,6 +1,7 @@
 """A case as arrays on one grid, with RAS+ axes, one spacing and exact labels; and label maps: each voxel is a class."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +14,10 @@ from nibabel.orientations import apply_orientation
 from unet3d.base.errors import UserError
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.grids import CUBIC, canonical_grid, resample, resample_labels, target_grid
+from unet3d.data.grids import CUBIC, canonical_grid, contradictions, resample, resample_labels, target_grid
 from unet3d.data.labels import Relabel, proposal
-from unet3d.data.nifti import STRICT, ValidationRules, read_image
-from unet3d.data.scan import ImageFiles, OpenFile, contradictions
+from unet3d.data.nifti import STRICT, OpenFile, ValidationRules, read_image
+from unet3d.data.scan import ImageFiles
 
 ROUNDING = 1e-6  # float32's relative rounding of a scaled label
 QUANTUM = 1e-3  # the largest rounding of a label to a file's integers
@@ -67,34 +68,29 @@ def read_volume(
     """
     files = files or ImageFiles()
     is_scanned = files.holds(case)
-    with files.opened(case) as opened:
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(files.opened(case, path)) for path in case.files}
         headers = {path: file.image for path, file in opened.items()}
-        for found in () if is_scanned else contradictions(case, headers):
-            if not found.is_accepted(rules):
-                raise found.error
+        for error, is_accepted in () if is_scanned else contradictions(case, headers, rules.affine):
+            if not is_accepted:
+                raise error
         first = headers[case.images[0]]
         source = canonical_grid(first)
         target = target_grid(case, first, spacing)
         axes = nib.io_orientation(first.affine)
-        channels, nonfinite_voxels = _read_channels(case, opened, rules)
-        image = np.stack([resample(apply_orientation(channel, axes), source, target, CUBIC) for channel in channels])
+        channels = list[np.ndarray]()
+        nonfinite_voxels = 0
+        for path in case.images:
+            voxels, nonfinite = read_image(opened[path], rules)
+            nonfinite_voxels += nonfinite
+            channels += [resample(apply_orientation(channel, axes), source, target, CUBIC) for channel in voxels]
         label = None
         if case.label is not None:
             stored, _ = read_label_map(case, case.label, values, opened[case.label])
             label = on_network_grid(stored, case, first, spacing, values.ignore)
-    return Volume(case.id, np.ascontiguousarray(image), label, target.affine, target.spacing, nonfinite_voxels)
-
-
-def _read_channels(case: Case, opened: Mapping[Path, OpenFile], rules: ValidationRules) -> tuple[list[np.ndarray], int]:
-    """Return the channels (X, Y, Z) of a case's open files, and how many voxels were not finite. Raises UserError."""
-    channels = list[np.ndarray]()
-    nonfinite_voxels = 0
-    for path in case.images:
-        file = opened[path]
-        voxels, nonfinite = read_image(case.id, path, file.image, rules, file.stream)
-        nonfinite_voxels += nonfinite
-        channels.extend(voxels)
-    return channels, nonfinite_voxels
+    return Volume(
+        case.id, np.ascontiguousarray(np.stack(channels)), label, target.affine, target.spacing, nonfinite_voxels
+    )
 
 
 def read_label_map(
@@ -105,11 +101,9 @@ def read_label_map(
     Each voxel is a class or `values.ignore`. Reads from `file` if it is open. Raises UnknownLabels, UserError.
     """
     if file is None:
-        with nifti.open_file(case.id, path) as stream:
-            return read_label_map(
-                case, path, values, OpenFile(nifti.read_header(case.id, path, stream, case.affine), stream)
-            )
-    array = nifti.read_array(case.id, path, file.image, file.stream)
+        with ImageFiles().opened(case, path) as opened:
+            return read_label_map(case, path, values, opened)
+    array = nifti.read_array(file)
     return _classes_of(array, values, f"{case.id}: {path}", file.image.dataobj), file.image
 
 
@@ -150,8 +144,7 @@ def is_resampled(case: Case, spacing: Sequence[float] | None) -> bool:
 class UnknownLabels(UserError):
     """A label map holds values that are no class.
 
-    `labels` are its labels but 0, where they are whole numbers; `alone` is the message without the remedy, the `option`
-    that would suit this file.
+    `labels` are its labels but 0, where they are whole numbers; `alone` is the message without the remedy.
     """
 
     def __init__(self, message: str, labels: frozenset[int] = frozenset(), option: str = "") -> None:
@@ -159,22 +152,19 @@ class UnknownLabels(UserError):
         super().__init__(f"{message}; {remedy}")
         self.labels = labels
         self.alone = message
-        self.option = option
 
 
 def messages(errors: Sequence[UserError]) -> list[str]:
     """Return the lines of errors, after one about labels, where those of several maps are unknown.
 
-    What suits one map may not suit another; `check-data` reads them all.
+    What suits one map may not suit another.
     """
-    unknown = [error for error in errors if isinstance(error, UnknownLabels)]
-    if len(unknown) < 2:
-        return [*map(str, errors)]
-    lines = [error.alone if isinstance(error, UnknownLabels) else str(error) for error in errors]
-    options = {error.option for error in unknown}
-    add = f"add {options.pop()}" if len(options) == 1 and unknown[0].option else "map them with data.label_map"
-    advice = f"{len(unknown)} label maps hold other labels: {add}; python -m unet3d check-data looks at all maps"
-    return [advice, *lines]
+    lines = [*map(str, errors)]
+    count = sum(isinstance(error, UnknownLabels) for error in errors)
+    if count > 1:
+        what = "python -m unet3d check-data looks at all maps, and says what suits them"
+        lines.insert(0, f"{count} label maps hold other labels: {what}")
+    return lines
 
 
 def _classes_of(array: np.ndarray, values: LabelValues, place: str, voxels: ArrayProxy) -> np.ndarray:
@@ -186,17 +176,14 @@ def _classes_of(array: np.ndarray, values: LabelValues, place: str, voxels: Arra
     if relabel is None:
         label = array
         is_unknown = ~((array >= 0) & (array < classes) & (array == np.rint(array)))
+        if ignore is not None:
+            is_unknown &= array != ignore
     else:
         label = np.zeros(array.shape, kind)
         is_unknown = np.ones(array.shape, bool)
-        for old, new in relabel.items():
-            voxels = array == old
-            label[voxels] = new
-            is_unknown[voxels] = False
-    if ignore is not None:
-        if relabel is not None:
-            label = np.where(array == ignore, kind.type(ignore), label)
-        is_unknown &= array != ignore
+        for old, new in {**relabel, **({} if ignore is None else {ignore: ignore})}.items():
+            label[array == old] = new
+            is_unknown[array == old] = False
     if is_unknown.any():
         raise _unknown_labels(place, array, is_unknown, values)
     return label.astype(kind, copy=False)

@@ -16,9 +16,9 @@ from unet3d.base.types import MIB
 ROUND = 512  # bytes; every request is rounded up to it, and no split leaves less
 SMALL = MIB  # the largest request that the small pool serves
 SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB  # for requests below OWN_SEGMENT, unless the settings say otherwise
-OWN_SEGMENT = 10 * MIB  # from here on a segment is as large as its first request, rounded up to SMALL_SEGMENT
-DOUBLINGS = 16  # of a request's size, from 1 MiB to 64 GiB, each with its own number of divisions
+LARGE_SEGMENT = 20 * MIB  # Requests below OWN_SEGMENT share it, unless the settings say otherwise.
+OWN_SEGMENT = 10 * MIB  # A larger request has its own segment, rounded up to SMALL_SEGMENT.
+DOUBLINGS = 16  # Sizes from 1 MiB to 64 GiB; each doubling has its own number of divisions.
 OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
 EMPTY_CACHE = -1  # the index of an event at which free segments go back to the driver
 POWERS = {str(2**power): power for power in range(64)}
@@ -195,7 +195,7 @@ class Pool:
         self.reserved_bytes = 0
         self._end = 0  # the address behind all segments there ever were
         self.free: list[tuple[int, int]] = []
-        self.blocks: dict[int, Block] = {}  # by address, free or not
+        self.blocks: dict[int, Block] = {}  # All blocks by address, also those in use.
         self._last: Block | None = None  # at the highest address
 
     def take(self, size: int) -> Block:

@@ -33,14 +33,14 @@ from unet3d.training.step import LossFunction, train_step
 
 LAYERS_SHOWN = 8  # layers printed
 UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
-VERSION = 2  # of `Check.as_json`
+VERSION = 2  # The version of `Check.as_json`.
 
 
 @dataclass(frozen=True)
 class Explanation:
     """An account of a training step's memory. `print` shows it; sizes are bytes, of all tensors of the step."""
 
-    name: str  # of the network's class
+    name: str  # The network's class.
     kind: str  # "measured" or "predicted"
     about: str  # the step in a line
     meter: LedgerMeter
@@ -211,7 +211,7 @@ class Check:
     """A comparison of predicted steps, which a meter has recorded, with a limit. Layers have their full names."""
 
     meter: LedgerMeter
-    name: str  # of the network
+    name: str  # The network's name.
     limit: int  # bytes
 
     def __post_init__(self) -> None:

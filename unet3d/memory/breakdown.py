@@ -273,7 +273,7 @@ class Group(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     category: str
-    bytes: int  # of all of them
+    bytes: int  # The sum of all of them.
 
 
 def held(ledger: Ledger, moment: int) -> list[Group]:
@@ -302,7 +302,7 @@ def timeline_rows(ledger: Ledger) -> tuple[dict[str, int], list[TimelineRow]]:
     rows = []
     for phase, start, end in spans:
         for index, change in ledger.events[start:end]:
-            if not change:  # of a storage that does not count
+            if not change:  # The storage does not count.
                 continue
             storage = ledger.storages[index]
             layer = ledger.layer(storage.scope.module)

@@ -79,7 +79,7 @@ class _Corrections(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in the ledger
+        return False  # The ledger says why.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         beat()
@@ -224,7 +224,7 @@ def cuda_autocast() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*only once for all operators", UserWarning)  # that they are overridden
+            warnings.filterwarnings("ignore", ".*only once for all operators", UserWarning)  # We override them.
             for name in _cast_on_cpu_only():
                 library.impl(name, torch.library.fallthrough_kernel, allow_override=True)
             for name in FLOAT32:

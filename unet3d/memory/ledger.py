@@ -46,10 +46,10 @@ class ModuleTracker(Observer):
             self._owners |= dict.fromkeys(map(id, module.parameters(recurse=False)), path)
         self._phase = "forward"
         self._stack: list[str] = []  # modules that were entered and not left
-        self._tile_scope: ModuleScope | None = None  # of the layer whose tiles are made, or their gradients
+        self._tile_scope: ModuleScope | None = None  # The layer whose tiles, or their gradients, are made.
         self._hooks = ExitStack()
-        self._first_numbers: list[int] = []  # from this sequence number on ...
-        self._node_paths: list[str] = []  # ... autograd nodes belong to this module
+        self._first_numbers: list[int] = []  # From each sequence number on ...
+        self._node_paths: list[str] = []  # ... autograd nodes belong to this module.
 
     def open(self) -> None:
         """Begin a step."""
@@ -139,10 +139,10 @@ class Storage:
     """One storage's life; times are indices into the ledger's events."""
 
     bytes: int
-    shape: tuple[int, ...]  # of the first tensor seen with it
+    shape: tuple[int, ...]  # The shape of the first tensor seen with it.
     dtype: torch.dtype
     phase: int  # index of the mark in which it appeared
-    operation: str  # that made it; ADOPTED if it existed before
+    operation: str  # What made it; ADOPTED if it existed before.
     scope: ModuleScope
     born: int
     died: int | None = None
@@ -162,7 +162,7 @@ class Ledger(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
-        self.convolutions: list[tuple[int, str, int]] = []  # of each forward call: events before it, module, FLOPs
+        self.convolutions: list[tuple[int, str, int]] = []  # Each call's earlier events, module, FLOPs.
         self.layer: Callable[[str], str] = str
         self._scope = scope
         self._device_type = device_type
@@ -243,7 +243,7 @@ class Ledger(TorchDispatchMode):
         if storage.role is not None:
             return storage.role
         phase = self.marks[storage.phase][1]
-        if storage.operation == ADOPTED and phase != "step":  # in step: numbers from torch.tensor, made undispatched
+        if storage.operation == ADOPTED and phase != "step":  # In step, torch.tensor makes numbers undispatched.
             return "inputs"
         if storage.scope.is_recomputed:
             return "activations"
@@ -257,7 +257,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # with True, torch loads its compiler and passes every operation through it
+        return False  # True would pass every operation through torch's compiler.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
@@ -280,7 +280,7 @@ class Ledger(TorchDispatchMode):
 
     def _replace(self, old: Tensor, new: Tensor) -> None:
         """Let `new` take the place of `old`, which dies at once: autograd would have written the sum over it."""
-        index, _ = self._alive.pop(old.untyped_storage()._cdata)  # with its weak reference, which would tell of its end
+        index, _ = self._alive.pop(old.untyped_storage()._cdata)  # Its weak reference would tell of its end.
         self._watch(new, index)
 
     def _add(self, tensor: Tensor, operation: str, scope: ModuleScope | None) -> None:

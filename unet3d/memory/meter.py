@@ -36,7 +36,7 @@ class GpuLedger(Ledger):
 
     def requests(self) -> list[tuple[int, int]]:
         """Return the events, with workspaces, each of which is released at once, and with the emptied cache."""
-        scratch = defaultdict[int, list[tuple[int, int]]](list)  # by how many events come before
+        scratch = defaultdict[int, list[tuple[int, int]]](list)  # Keys count the events that come before.
         for index, (moment, size) in enumerate(self.workspaces, len(self.storages)):
             if size:
                 scratch[moment] += [(index, size), (index, -size)]
@@ -93,7 +93,7 @@ def _format(image: Tensor, weight: Tensor) -> torch.memory_format:
 REQUESTED = "requested_bytes.all.current"
 REQUESTED_PEAK = "requested_bytes.all.peak"
 PEAKS = ("allocated_bytes.all.peak", REQUESTED_PEAK, "reserved_bytes.all.peak")
-MOST_ROWS = 100  # of `largest_excesses`
+MOST_ROWS = 100  # Most rows of `largest_excesses`.
 R = TypeVar("R")
 
 
@@ -174,7 +174,7 @@ class LedgerMeter:
         self.device = next(model.parameters()).device
         self.ledger = self._new_ledger()
         self.ledger.layer = layer_names(model)
-        self.guesses: list[str] = []  # where fake tensors were asked for values
+        self.guesses: list[str] = []  # Places where fake tensors were asked for values.
         self.steps = 0
         self.is_open = False
         for path, module in self.tracker.modules.items():
@@ -317,7 +317,7 @@ class CudaMeter(LedgerMeter):
             "phases": phases,
             **self.highest,
             "retries": self.retries,
-            "device_used_bytes": total - free,  # by all processes on it, the CUDA context included
+            "device_used_bytes": total - free,  # All processes on it, with their CUDA contexts.
         }
         workspaces = self.ledger.largest_excesses()
         if workspaces:

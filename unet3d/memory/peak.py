@@ -12,10 +12,10 @@ class Peak(NamedTuple):
     """The most bytes that a step holds. Those of CUDA's allocator are 0 for a step on the CPU."""
 
     tensors: int
-    requested: int = 0  # with workspaces of convolutions
-    allocated: int = 0  # blocks given out
-    reserved: int = 0  # from the driver, with the allocator's settings of this environment
-    expandable: int = 0  # the same, with expandable_segments
+    requested: int = 0  # Tensors and workspaces of convolutions.
+    allocated: int = 0  # Blocks given out.
+    reserved: int = 0  # Taken from the driver, by this environment's settings.
+    expandable: int = 0  # The same by expandable_segments.
 
     @property
     def limited(self) -> int:

@@ -44,7 +44,7 @@ class MemoryEstimate(Candidate):
     name: str = "run"
     dtype: torch.dtype = torch.float32
     steps: int = MEASURED_STEPS
-    before: SavedSchedule | None = None  # of the run that is resumed
+    before: SavedSchedule | None = None  # The schedule of the run that is resumed.
 
     @cached_property
     def technique(self) -> Technique:
@@ -149,8 +149,8 @@ def estimate(overrides: Sequence[str], half: bool) -> MemoryEstimate:
 class Validation(NamedTuple):
     """A prediction of what a validation needs."""
 
-    bytes: int  # at most
-    windows: int  # that a pass sees at once
+    bytes: int  # Most bytes at once.
+    windows: int  # Windows that a pass sees at once.
     is_by_program: bool = False  # Passes follow a program, too.
 
 
@@ -161,7 +161,7 @@ class Preflight(NamedTuple):
     """
 
     segment_starts: tuple[int, ...]  # the first stage of each checkpointed segment
-    schedule: SavedSchedule | None  # of recompute
+    schedule: SavedSchedule | None  # What recompute follows.
     memory: dict[str, Any]
 
     def technique(self, config: Config, model_config: Model) -> Technique:

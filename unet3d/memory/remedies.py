@@ -26,16 +26,16 @@ from unet3d.memory.technique import choose_technique, step_peak
 from unet3d.recomputing.plans import Technique
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
-SEGMENTS = (2, 3, 4)  # of ckpt, that are tried
-PLANS = ("lean", "tiles")  # of recompute, that are tried
-WITH_BUDGET = ("auto",)  # the same, where a schedule may be chosen for a budget
+SEGMENTS = (2, 3, 4)  # Values of ckpt that are tried.
+PLANS = ("lean", "tiles")  # Plans of recompute that are tried.
+WITH_BUDGET = ("auto",)  # Further ones where a schedule may be chosen for a budget.
 SMALLEST = 8  # channels of the narrowest level, and voxels of a patch's side, that are still suggested
-CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # in the result, by rank
+CHANGES = {"nothing": 0, "rounding": 0, "statistics": 1, "the network": 2, "the patch": 3}  # Ranks of what changes.
 # The least share of the plain step's bytes that known networks need with each option; that of ckpt is divided by its
 # segments. What cannot fit by these is not simulated at first.
 SHARES = {"amp": 0.45, "activation": 0.5, "ckpt": 0.9, "lean": 0.25, "tiles": 0.1, "auto": 0.1}
-GROUPS_SHOWN = 5  # of tensors shown after out of memory
-SUGGESTIONS_SHOWN = 4  # for a new run, shown after out of memory
+GROUPS_SHOWN = 5  # Groups of tensors shown after out of memory.
+SUGGESTIONS_SHOWN = 4  # Ways shown for a new run after out of memory.
 PATIENCE = 20.0  # seconds of search after out of memory
 HEAD = f"what would need less (predicted)\n{'peak MiB':>12} {'saves MiB':>10} {'more FLOPs':>10}  changes"
 
@@ -49,8 +49,8 @@ class Candidate:
 
     config: Config
     model: Model
-    overrides: tuple[str, ...] = ()  # to add to the command line
-    changes: str = "nothing"  # in the result, a key of CHANGES
+    overrides: tuple[str, ...] = ()  # Words to add to the command line.
+    changes: str = "nothing"  # What changes in the result, a key of CHANGES.
 
     @cached_property
     def technique(self) -> Technique:
@@ -170,7 +170,7 @@ def halves(candidate: Candidate) -> Iterator[Candidate]:
             longest = patch.index(max(patch))
             patch[longest] //= 2
             smaller = replace(config, data=replace(config.data, patch=patch))
-            is_fixed = "auto" not in (config.model.kernels, config.model.strides) and model.features  # for any patch
+            is_fixed = "auto" not in (config.model.kernels, config.model.strides) and model.features
             if not is_fixed or patch[longest] < SMALLEST or not is_allowed(smaller, model):
                 return
             overrides = replaced(candidate.overrides, [list_override("data.patch", patch)])
@@ -232,7 +232,7 @@ def depends_on_batch(config: Config, model_config: Model) -> bool:
 def cheaper_activation(model_config: Model) -> list[tuple[str, Model]]:
     """Return the override, if any, that keeps less for backward and computes the same function, and its network."""
     is_in_place = model_config.inplace
-    is_instance_norm = model_config.norm == "instance"  # whose output is a view: autograd copies what changes it
+    is_instance_norm = model_config.norm == "instance"  # Its output is a view: autograd copies what changes it.
     if model_config.activation == "swish":
         return [("model.activation=swish_lean", replace(model_config, activation="swish_lean"))]
     if is_in_place and is_instance_norm:

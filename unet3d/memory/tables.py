@@ -31,7 +31,7 @@ class SavedSchedule(NamedTuple):
 
     recompute: str
     budget: str | None
-    keep: Sequence[str]  # for each stage the maps that stay after it, as bits of a hexadecimal number
+    keep: Sequence[str]  # The maps that stay after each stage, as bits of a hexadecimal number.
     windows: bool = False  # validation follows a program, too
 
 

@@ -32,7 +32,7 @@ from unet3d.recomputing.schedule import compile_schedule
 from unet3d.training import optim
 
 CURVE_SCHEDULES = 8
-OUTSIDE = ""  # of all stages
+OUTSIDE = ""  # The name of what is in no stage.
 SegmentStarts = tuple[int, ...]  # the first stage of each checkpointed segment; () without checkpointing
 StageInputs = dict[str, frozenset[int]]  # stage -> storages that enter it from another stage
 
@@ -241,10 +241,10 @@ class StageProfile:
         # Most alive in the loss, and in backward outside of all stages; in the optimizer's step and as data arrive.
         self.outside = max(most["loss"], forward[OUTSIDE], backward[OUTSIDE])
         self.update = max(most["step"], most["data"])
-        self.saved = [0, *saved_until.values()]  # for backward, by the stages before i
+        self.saved = [0, *saved_until.values()]  # What the stages before i keep for backward.
         self.inputs = list(inputs.values())  # storages that enter stage i from another stage
         self.sizes = {index: ledger.storages[index].bytes for index in frozenset[int]().union(*self.inputs)}
-        self.flops = [flops[stage] for stage in inputs]  # of stage i's convolutions, forward
+        self.flops = [flops[stage] for stage in inputs]  # Of stage i's convolutions, forward.
 
 
 @memoized
@@ -291,7 +291,7 @@ def ranking_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
     forward pass: the profile knows neither. Off by -2 to +11 % of a simulation in `tests/memory/test_segments.py`.
     """
     count = len(profile.forward)
-    input_storages = set[int]()  # of this segment and those before, which checkpointing keeps
+    input_storages = set[int]()  # Checkpointing keeps those of this segment and of earlier ones.
     peak = profile.update
     for start, end in pairwise([*segment_starts, count]):
         input_storages |= profile.inputs[start]

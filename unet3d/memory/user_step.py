@@ -28,8 +28,8 @@ from unet3d.training.trainer import Learner
 
 Example = Tensor | Sequence[int]  # an image N C D H W, or its shape
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-NUMPY = ".numpy() is not supported"  # as torch refuses it of tensors without data
-NO_GRADIENT = "does not require grad and does not have a grad_fn"  # as it refuses a backward pass of nothing
+NUMPY = ".numpy() is not supported"  # Torch refuses it for tensors without data.
+NO_GRADIENT = "does not require grad and does not have a grad_fn"  # Torch refuses a backward pass of nothing.
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def find_schedule(model: nn.Module, image: Tensor, policy: MemoryPolicy) -> None
         return
     autocast = torch.autocast(policy.device_type, policy.dtype, enabled=policy.dtype is not None)
     with autocast, policy.cpu_half_precision():
-        schedules_of(model).program(image.detach())  # as the step gives it
+        schedules_of(model).program(image.detach())  # The step gives it like this.
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -41,15 +41,13 @@ class Options(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Planes along D that one call computes: `start` to `end` of the output, or of a transposed convolution's input.
+    """Planes along D, from and to, that one call reads of the input and computes of the output.
 
-    `low` to `high` are the planes of the other side that they touch; where the input is padded, some lie outside.
+    Slabs divide the output, or a transposed convolution's input. Where the input is padded, some planes lie outside.
     """
 
-    start: int
-    end: int
-    low: int
-    high: int
+    inner: tuple[int, int]
+    outer: tuple[int, int]
 
 
 class _Registration:
@@ -156,15 +154,13 @@ def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> 
     """
     count = _slab_count(x, outer, weight, options)
     stride = options.stride[0]
-    padding = options.padding[0]
-    reach = _reach(weight, options)
     depth = x.shape[2] if options.is_transposed else outer[2]
     ends = [depth * (index + 1) // count for index in range(count)]
     cuts = []
     for start, end in pairwise([0, *ends]):
-        low = start * stride - padding
-        high = (end - 1) * stride - padding + reach
-        cuts.append(Slab(start, end, low, high))
+        low = start * stride - options.padding[0]
+        touched = (low, low + (end - 1 - start) * stride + _reach(weight, options))
+        cuts.append(Slab((start, end), touched) if options.is_transposed else Slab(touched, (start, end)))
     return cuts
 
 
@@ -213,12 +209,8 @@ def _convolution(
         return call(x.float(), weight, bias, *arguments).to(x.dtype, memory_format=torch.contiguous_format)
     result = x.new_empty(shape)
     for slab in parts:
-        if options.is_transposed:
-            planes = _planes(x, slab.start, slab.end)
-            result[:, :, slab.low : slab.high] = call(planes, weight, bias, *arguments)
-        else:
-            planes = _planes(x, slab.low, slab.high)
-            result[:, :, slab.start : slab.end] = call(planes, weight, bias, *options.of_slab())
+        planes = _planes(x, *slab.inner)
+        result[:, :, slice(*slab.outer)] = call(planes, weight, bias, *options.of_slab())
     return result
 
 
@@ -244,18 +236,12 @@ def _convolution_backward(
         return _rounded(gradients, x.dtype)
     input_gradient = _InputGradient(x) if output_mask[0] else None
     sums: list[Tensor | None] = []  # gradients for weight and bias
-    for index, slab in enumerate(parts):
-        if options.is_transposed:
-            grad_planes = _planes(grad, slab.low, slab.high)
-            x_planes = _planes(x, slab.start, slab.end)
-            low = slab.start
-            complete = slab.end
-        else:
-            grad_planes = _planes(grad, slab.start, slab.end)
-            x_planes = _planes(x, slab.low, slab.high)
-            low = slab.low
-            complete = parts[index + 1].low if index + 1 < len(parts) else slab.high
-        piece, *others = call(grad_planes, x_planes, weight, bias_sizes, *options.of_slab(), output_mask)
+    for slab, following in zip_longest(parts, parts[1:], fillvalue=None):
+        assert slab is not None
+        low, high = slab.inner
+        complete = high if following is None else following.inner[0]
+        planes = _planes(grad, *slab.outer), _planes(x, low, high)
+        piece, *others = call(*planes, weight, bias_sizes, *options.of_slab(), output_mask)
         if input_gradient is not None:
             input_gradient.add(piece, low, complete)
         if not sums:

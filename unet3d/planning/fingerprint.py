@@ -13,7 +13,7 @@ from unet3d.base.progress import track
 from unet3d.base.types import Table, percent
 from unet3d.config.schema import Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.check import sound_headers
+from unet3d.data.check import check_headers
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import foreground_sample
 from unet3d.data.nifti import ValidationRules
@@ -22,11 +22,11 @@ from unet3d.data.splits import split
 from unet3d.data.volume import LabelValues, read_volume
 
 CASES_SAMPLED = 20  # training cases whose voxels are read
-VOXELS_SAMPLED = 5 * 10**8  # that are read at most, but for those of the first cases
+VOXELS_SAMPLED = 5 * 10**8  # Most voxels read, but for those of the first cases.
 LEAST_SAMPLED = 3  # cases, however large
 LEAST_ORDERED = 8  # cases with two classes, before their order or their border counts
-FLAT_SHARE = 0.9  # of the places where classes touch, within a voxel of one plane: annotators cut there
-CUT_SHARE = 0.9  # of the cases
+FLAT_SHARE = 0.9  # Places where classes touch within a voxel of one plane: annotators cut there.
+CUT_SHARE = 0.9  # Cases that are cut so.
 VOXELS_OF_CASE = 20_000  # intensities of a channel that are kept
 PERCENTILES = (0.5, 50, 99.5)
 AIR = -900  # CT numbers (Hounsfield units) of air lie below, of soft tissue and bone above 0
@@ -60,14 +60,14 @@ class Fingerprint:
     """Sizes, intensities and classes of a data set, from which a plan follows. Axes are x, y, z in RAS."""
 
     name: str
-    cases: int  # with labels
+    cases: int  # Cases with labels.
     training_cases: int
     held_out: list[tuple[tuple[int, int, int], Triple]]  # shape (voxels) and spacing (mm) of each held-out case
     sampled_cases: int
-    shapes: list[tuple[int, int, int]]  # of each case, as stored (voxels)
-    spacings: list[Triple]  # of each case, as stored (mm)
+    shapes: list[tuple[int, int, int]]  # Each case's, as stored (voxels).
+    spacings: list[Triple]  # Each case's, as stored (mm).
     channels: tuple[str, ...]
-    classes: tuple[ClassShare, ...]  # with background; of regions each, so that shares overlap
+    classes: tuple[ClassShare, ...]  # The background and each class, or each region: their shares overlap.
     model: Mapping[str, Any]  # options of the network that follow from the data
     intensities: tuple[ChannelIntensity, ...]
     ordered_axes: tuple[int, ...]  # along which two classes keep their order in every sampled case
@@ -82,7 +82,7 @@ class CaseSample(NamedTuple):
     voxels: np.ndarray  # intensities (C, n)
     foreground: np.ndarray  # intensities of foreground voxels (C, n)
     centres: np.ndarray  # mean place of each label (labels, 3), share of the volume; NaN where it is absent
-    extent: np.ndarray  # of the foreground along the axes (mm); NaN without any
+    extent: np.ndarray  # The foreground's lengths (mm); NaN without any.
     flat: np.ndarray | None  # share of the places where labels touch that lie in a plane across each axis (3)
 
 
@@ -91,7 +91,7 @@ def read_fingerprint(data: Data) -> Fingerprint:
     dataset = read_dataset(data)
     train, val = split(dataset, data)
     cases = list(dict.fromkeys([*train, *val]))
-    headers = sound_headers(dataset, cases, data)
+    headers = check_headers(dataset, cases, data).sound_headers()
     grid_of: dict[str, Grid] = {}
     for case in cases:
         grid = headers[case.id].stored

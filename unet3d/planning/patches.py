@@ -13,8 +13,8 @@ from unet3d.model.architecture import Levels, Spacing, levels_of, median_shape, 
 from unet3d.model.geometry import Triple
 
 MOST_LEVELS = 7  # Deeper maps of large patches would halve again and again what all of it is seen by already.
-NEARLY = 1.05  # An axis is rounded up to a multiple of the strides where that adds at most 5 %,
-MOST_CUT = 0.75  # else down, where at least this share of it is left.
+NEARLY = 1.05  # An axis is rounded up to a multiple of the strides where that adds at most 5 %.
+MOST_CUT = 0.75  # Else it is rounded down, where at least this share of it is left.
 LEAST_VOXELS = 16**3  # Of a patch that is smaller than its volume.
 LONGEST = 2048  # Voxels of an axis, as data.patch has it.
 LEAST = 16  # Voxels of an axis of a network's smallest patch.
@@ -24,8 +24,8 @@ COUNT = 560_000_000  # numbers that convolutions return for one patch, at most, 
 COUNT_GB = 8
 FIRST_VOLUME = 256**3  # voxels of the patch that is shrunk
 LEAST_BATCH = 2
-MOST_COVERED = 0.05  # of all voxels of a data set, by one batch
-CONVOLUTIONS = 2  # of a level, on the way down and on the way up
+MOST_COVERED = 0.05  # Share of a data set's voxels in one batch.
+CONVOLUTIONS = 2  # Convolutions of a level, down and up.
 AXES = (2, 1, 0)  # z, y, x
 Padding = Callable[[Sequence[int]], Triple]  # Returns the least patch of at least a size that a network takes.
 
@@ -129,7 +129,7 @@ class NnunetPlan(NamedTuple):
     patch: Triple  # voxels
     batch: int
     levels: Levels
-    outputs: int  # that nnU-Net counts for the patch
+    outputs: int  # What nnU-Net counts for the patch.
 
 
 def nnunet_plan(

@@ -37,7 +37,7 @@ class Step(NamedTuple):
     """A run's step and validation, predicted."""
 
     config: Config
-    needs: Peak  # of the step
+    needs: Peak  # What the step needs.
     validation_bytes: int
     work: float  # Multiplications that are done twice, as a share of a step's.
 

@@ -152,22 +152,15 @@ Steps = tuple[Derived, ...]  # in the graph's order, which is that of what is wr
 
 def connected(graph: Graph) -> list[Steps]:
     """Return the derived tensors in sets that are computed from one another."""
-    set_of: dict[str, list[Derived]] = {}
+    set_of: dict[str, dict[str, Derived]] = {}
     for derived in graph.derived:
-        together = [derived]
+        together = {derived.name: derived}
         for name in names_read([derived]):
-            before = set_of.get(name)
-            if before is None or before is together:
-                continue
-            for other in together:
-                if other not in before:
-                    before.append(other)
-            together = before
-        for other in together:
-            set_of[other.name] = together
+            together = set_of.get(name, {}) | together
+        set_of |= dict.fromkeys(together, together)
     place = {derived: index for index, derived in enumerate(graph.derived)}
     unique = {id(together): together for together in set_of.values()}
-    return [tuple(sorted(together, key=place.__getitem__)) for together in unique.values()]
+    return [tuple(sorted(together.values(), key=place.__getitem__)) for together in unique.values()]
 
 
 def derived_in_groups(graph: Graph, grouped: Set[Value]) -> list[Steps]:
@@ -229,9 +222,8 @@ def derive(steps: Sequence[Derived], known: Mapping[str, Tensor], wanted: Set[st
         names = names_read([derived])
         weights: dict[Value | Weight, Tensor | None] = {}
         for leaf in arguments(derived):
-            if not isinstance(leaf, Weight):
-                continue
-            weights[leaf] = results[leaf.name] if leaf.name in results else known[leaf.name]
+            if isinstance(leaf, Weight):
+                weights[leaf] = results[leaf.name] if leaf.name in results else known[leaf.name]
         args = [filled(leaf, weights) for leaf in derived.args]
         kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
         result = derived.target(*args, **kwargs)

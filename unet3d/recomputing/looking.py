@@ -68,6 +68,16 @@ class Same:
 EQUAL_THEMSELVES = frozenset(
     (Same, BuiltinFunctionType, ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 )
+# What counts of objects of some types.
+PARTS: dict[type, tuple[str, ...]] = {
+    Enum: ("name", "value"),
+    logging.Logger: ("name",),
+    MethodType: ("__func__", "__self__"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.partial: ("func", "args", "keywords"),
+}
 
 
 class Look:
@@ -100,8 +110,8 @@ class Look:
         self.known[id(value)] = len(self.known)
         if len(self.known) > MOST_OBJECTS:
             raise UserError(
-                f"recompute: forward could read more than {MOST_OBJECTS} objects, of a {kind.__name__} among others, "
-                "which it would look through in each pass; keep what it does not need outside of the network"
+                f"forward could read more than {MOST_OBJECTS} objects, of a {kind.__name__} among others, which "
+                "recompute and ckpt look through in each pass; keep what it does not need outside of the network"
             )
         if kind is tuple or kind is list or kind is deque:
             return kind, *map(self, value)
@@ -145,22 +155,13 @@ class Look:
 
     def _content(self, value: Any) -> Iterable[Any]:
         """Return the content of a container or an object."""
-        if isinstance(value, Enum):
-            return value.name, self(value.value)
-        if isinstance(value, logging.Logger):
-            return (value.name,)
-        if isinstance(value, MethodType):
-            return self(value.__func__), self(value.__self__)
-        if isinstance(value, property):
-            return self(value.fget), self(value.fset), self(value.fdel)
-        if isinstance(value, staticmethod | classmethod):
-            return (self(value.__func__),)
+        for known, names in PARTS.items():
+            if isinstance(value, known):
+                return [self(getattr(value, name)) for name in names]
         if isinstance(value, weakref.ref):
             return (self(value()),)
         if isinstance(value, ContextVar):
             return (self(value.get(None)),)
-        if isinstance(value, functools.partial):
-            return self(value.func), self(value.args), self(value.keywords)
         if isinstance(value, np.ndarray):
             content = self._made(value.tolist()) if value.dtype.hasobject else value.tobytes()
             return value.shape, value.dtype.str, content

@@ -24,13 +24,8 @@ from unet3d.recomputing.rules.reductions import in_two_steps
 TRAFFIC = 40  # multiplications and additions that take as long as to read and write one number
 
 
-def operations_by_rule(value: Value) -> int:
-    """Return the work of an operation that has a rule."""
-    return RULES[value.op].operations(value) + TRAFFIC * value.shape.numel()
-
-
-def operations_without_rule(value: Value) -> int:
-    """Return the work of an operation without a rule: torch counts its FLOPs on tensors without data."""
+def _operations_without_rule(value: Value) -> int:
+    """Return the multiplications and additions of an operation: torch counts its FLOPs on tensors without data."""
     counter = FlopCounterMode(display=False)
 
     def fill(tree: object) -> object:
@@ -41,16 +36,14 @@ def operations_without_rule(value: Value) -> int:
             return torch.empty(tree.shape, dtype=dtype, device="meta")
         return tree
 
-    flops = 0
     try:
         args = [fill(leaf) for leaf in value.args]
         kwargs = {name: fill(leaf) for name, leaf in value.kwargs.items()}
         with counter:
             value.target(*args, **kwargs)
-        flops = counter.get_total_flops()
+        return counter.get_total_flops() // 2
     except (RuntimeError, NotImplementedError, TypeError):  # not on meta
-        pass
-    return flops // 2 + TRAFFIC * value.shape.numel()
+        return 0
 
 
 @dataclass(eq=False, repr=False)
@@ -69,8 +62,11 @@ class Map:
     @cached_property
     def operations(self) -> int:
         """Work of making it, in multiplications and additions of a convolution."""
-        of_value = operations_without_rule if self.rule is None else operations_by_rule
-        return sum(of_value(value) for value in self.fused)
+        operations = TRAFFIC * sum(value.shape.numel() for value in self.fused)
+        for value in self.fused:
+            without_rule = self.rule is None
+            operations += _operations_without_rule(value) if without_rule else RULES[value.op].operations(value)
+        return operations
 
     @cached_property
     def weights(self) -> list[str]:
@@ -117,13 +113,8 @@ class Maps:
         steps_within = {step for steps in self.derived_within for step in steps}
         self.derived_before = [step for step in self.graph.derived if step not in steps_within]
         self.stored = self._stored(grouped)
-        self.maps = []
-        for value in self.graph.values:
-            if value in self.stored:
-                self.maps.append(self._map(len(self.maps), value))
-        for map_ in self.maps:
-            norms = [user for user in self.users[map_.value] if self._is_norm(user)]
-            map_.norms = tuple(norms)
+        stored = [value for value in self.graph.values if value in self.stored]
+        self.maps = [self._map(index, value) for index, value in enumerate(stored)]
 
     @cached_property
     def whole(self) -> list[Map]:
@@ -176,7 +167,8 @@ class Maps:
             if rule is not None and rule.reads_maps:
                 stored.update(value.inputs)
         for value in self.graph.values:
-            if self._is_costly(value) and not self._goes_into_one_sum(value, stored):
+            rule = self.rules[value]
+            if rule is not None and rule.is_costly(value) and not self._goes_into_one_sum(value, stored):
                 stored.add(value)
         self._store_chains_of_sums(stored)
         self._store_branches(stored)
@@ -204,15 +196,6 @@ class Maps:
                 stored.add(value)
             reached[value] = sources
 
-    def _is_norm(self, value: Value) -> bool:
-        rule = self.rules[value]
-        return rule is not None and rule.takes_statistics
-
-    def _is_costly(self, value: Value) -> bool:
-        """Return whether computing a value's rows again at each use would be much work."""
-        rule = self.rules[value]
-        return rule is not None and rule.is_costly(value)
-
     def _goes_into_one_sum(self, value: Value, stored: set[Value]) -> bool:
         """Return whether a value is read by a sum alone, which is a map: it need not be one itself."""
         users = self.users[value]
@@ -231,29 +214,26 @@ class Maps:
                 continue
             inner = any(has_sum.get(source, False) for source in value.inputs)
             if value.op in SUMS and len(value.inputs) > 1:
-                if inner:
-                    for source in value.inputs:
-                        self._store_if_sum(source, has_sum, stored)
+                for source in value.inputs:
+                    if inner and source not in stored and has_sum.get(source, False):
+                        stored.add(source)
+                        has_sum[source] = False
                 inner = True
             has_sum[value] = inner and value not in stored
 
-    def _store_if_sum(self, value: Value, has_sum: dict[Value, bool], stored: set[Value]) -> None:
-        """Make a map of a value that has a fused sum below it, or is one."""
-        if value not in stored and has_sum.get(value, False):
-            stored.add(value)
-            has_sum[value] = False
-
     def _map(self, index: int, value: Value) -> Map:
         rule = self.rules[value]
-        fused, sources = self._expression(value, frozenset())
-        if rule is not None:
-            return Map(index, value, rule, fused, sources)
-        map_ = Map(index, value, None, fused, sources)
-        for steps in self.derived_within:
-            if any(step.name in map_.names_read for step in steps):
-                map_.derived += (steps,)
-        map_.along = longest(value, fused)
+        map_ = Map(index, value, rule, *self._expression(value, frozenset()), self._norms(value))
+        if rule is None:
+            names = map_.names_read
+            map_.derived = tuple(steps for steps in self.derived_within if any(step.name in names for step in steps))
+            map_.along = longest(value, map_.fused)
         return map_
+
+    def _norms(self, value: Value) -> tuple[Value, ...]:
+        """Return the normalisations that take their statistics of a map."""
+        rules = {user: self.rules[user] for user in self.users[value]}
+        return tuple(user for user, rule in rules.items() if rule is not None and rule.takes_statistics)
 
     def _expression(self, root: Value, streamed: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
         """Return the fused values from which a map is made, and the maps, each in the graph's order."""

@@ -8,6 +8,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -92,7 +93,11 @@ class Recomputed(nn.Module):
     ) -> None:
         """Share the network's state. `device_type`: "cuda" for tiles of a GPU; None: of where the image is."""
         object.__setattr__(self, "__dict__", vars(model))
-        type.__setattr__(type(self), SCHEDULES, Schedules(model, plan, budget, held, device_type))
+        type.__setattr__(
+            type(self),
+            SCHEDULES,
+            Schedules(model, plan, _bytes("budget", budget), _bytes("held", held) or 0, device_type),
+        )
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -145,34 +150,26 @@ class Recomputed(nn.Module):
         raise UserError("recompute: DataParallel copies a network in each pass; use DistributedDataParallel")
 
 
+@dataclass(eq=False)
 class Schedules:
     """The schedules of a network, by images' sizes and by all that its forward pass reads."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        plan: Plan = "lean",
-        budget: str | int | None = None,
-        held: str | int | None = None,
-        device_type: str | None = None,
-    ) -> None:
-        if plan not in PLANS:
-            raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
-        if (plan == "auto") != (budget is not None):
-            raise UserError(f"plan={plan}, budget={budget}: a budget goes with plan=auto, and only with it")
-        for name, size in (("budget", budget), ("held", held)):
-            if not isinstance(size, str | int | None):
-                raise UserError(f"{name}={size}: give bytes, or a text such as 6GiB")
-        self.network = network
-        self.plan = plan
-        self.budget = budget_bytes(budget) if isinstance(budget, str) else budget
-        self.held = budget_bytes(held) if isinstance(held, str) else held or 0
-        self.device_type = device_type
-        self.is_silent = True  # Whether lines about schedules are left out.
-        self.has_announced = False  # Whether that about the first schedule is printed.
-        self.programs: dict[Any, Program] = {}
-        self.prepared: dict[Any, Program] = {}  # Programs before a schedule is chosen, which networks may share.
-        self.code: Code | None = None
+    network: nn.Module
+    plan: Plan = "lean"
+    budget: int | None = None
+    held: int = 0
+    device_type: str | None = None
+    is_silent: bool = True  # Whether lines about schedules are left out.
+    has_announced: bool = False  # Whether that about the first schedule is printed.
+    programs: dict[Any, Program] = field(default_factory=dict)
+    prepared: dict[Any, Program] = field(default_factory=dict)  # before a schedule is chosen; networks may share them
+    code: Code | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan not in PLANS:
+            raise UserError(f"plan={self.plan}: choose {', '.join(PLANS)}")
+        if (self.plan == "auto") != (self.budget is not None):
+            raise UserError(f"plan={self.plan}, budget={self.budget}: a budget goes with plan=auto, and only with it")
 
     def options(self) -> dict[str, Any]:
         """Return what was asked for."""
@@ -373,6 +370,13 @@ def _refuse_wrapped(model: nn.Module) -> None:
         raise UserError(f"recompute: {type(model).__name__} keeps attributes in __slots__; leave __slots__ out")
     if "_orig_mod" in model._modules:
         raise UserError("recompute: the network is compiled already; give recompute the network before torch.compile")
+
+
+def _bytes(name: str, size: str | int | None) -> int | None:
+    """Return bytes that were given as a number or a text."""
+    if not isinstance(size, str | int | None):
+        raise UserError(f"{name}={size}: give bytes, or a text such as 6GiB")
+    return budget_bytes(size) if isinstance(size, str) else size
 
 
 def _rank() -> int:

@@ -86,7 +86,7 @@ def smallest(schedules: Sequence[Schedule]) -> Schedule:
 
 def least_memory(schedules: Sequence[Schedule]) -> Schedule:
     """Return the schedule of least memory, whatever its work."""
-    return min(schedules, key=_memory)
+    return min(schedules, key=lambda schedule: schedule.peak_bytes)
 
 
 def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Schedule:
@@ -99,13 +99,11 @@ def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Sche
     return min(bearable or schedules, key=cost)
 
 
-def _memory(schedule: Schedule) -> int:
-    return schedule.peak_bytes
-
-
 def work_line(program: Program) -> str:
     """Return the work of a program, and which operations have no rule."""
-    return f"{_more_work(program.schedule.work)}{_without_rule(program)}"
+    percent = round(100 * (program.schedule.work - 1))
+    work = f"{percent} % more forward work" if percent > 0 else "no more forward work"
+    return f"{work}{_without_rule(program)}"
 
 
 def describe(program: Program, plan: str, held: int = 0) -> str:
@@ -124,17 +122,12 @@ def describe(program: Program, plan: str, held: int = 0) -> str:
         size = f"{size} instead of {mib(program.plain_bytes)} MiB"
     sizes = f"{size} (predicted) for {', '.join(first)} and {last}"
     if program.saves_memory:
-        return f"recompute={plan}: {sizes}, {_more_work(program.schedule.work)}{_without_rule(program)}"
+        return f"recompute={plan}: {sizes}, {work_line(program)}"
     assert program.plain_bytes is not None
     line = f"recompute={plan}: would need {sizes}, so the network runs plain"
     if plan == "lean" and program.by(smallest(program.schedules)).saves_memory:
         return f"{line}; plan='tiles' would need less"
     return line
-
-
-def _more_work(work: float) -> str:
-    percent = round(100 * (work - 1))
-    return f"{percent} % more forward work" if percent > 0 else "no more forward work"
 
 
 def _without_rule(program: Program) -> str:

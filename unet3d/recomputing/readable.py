@@ -10,7 +10,6 @@ import functools
 import operator
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -105,35 +104,22 @@ def _entries(modules: Sequence[nn.Module], code: Code, look: Look) -> list[Any]:
     return entries
 
 
-def difference(network: nn.Module, before: Sequence[Any], after: Sequence[Any]) -> str | None:
-    """Return the path of the first thing that is not the same in two snapshots; None where nothing is."""
-    places_before, places_after = _places(network, before), _places(network, after)
-    for place, (known, found) in enumerate(zip(places_before, places_after, strict=False)):
-        if known != found:  # One of the two is new, or no more.
-            path, name, _ = known if known not in places_after else found
-        elif before[2 * place + 1] != after[2 * place + 1]:
-            path, name, _ = found
-        else:
-            continue
-        return f"{path}.{name}".removeprefix(".").removeprefix(f"{VARIABLES}.")
-    return None if len(before) == len(after) else "what it keeps"
-
-
-def _places(network: nn.Module, entries: Sequence[Any]) -> list[tuple[str, str, int]]:
-    """Return for each name in a snapshot the module's path, the name, and how often they came before."""
+def values_by_path(network: nn.Module, code: Code) -> dict[str, list[Any]]:
+    """Return what forward can read by its path, as "blocks.0.scale", and which tensors parameters and buffers are."""
+    values: dict[str, list[Any]] = {}
     path_of = {module: path for path, module in network.named_modules()}
-    paths = iter([path_of[module] for module in modules_of(network)])
+    modules = modules_of(network)
+    paths = iter([path_of[module] for module in modules])
     path = ""
-    places = []
-    count: Counter[tuple[str, str]] = Counter()
-    for name in entries[::2]:
-        if name == "class":
-            path = next(paths, path)
-        elif name == VARIABLES:
-            path = VARIABLES
-        places.append((path, name, count[path, name]))
-        count[path, name] += 1
-    return places
+    entries = snapshot(network, code)
+    for name, value in zip(entries[::2], entries[1::2], strict=True):
+        if name in ("class", VARIABLES):
+            path = next(paths, "")
+        values.setdefault(f"{path}.{name}".removeprefix("."), []).append(value)
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            values[f"{path_of[module]}.{name}".removeprefix(".")].append(tensor if tensor is None else Same(tensor))
+    return values
 
 
 def hooked(network: nn.Module, with_root: bool = True) -> list[str]:

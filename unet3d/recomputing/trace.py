@@ -29,7 +29,7 @@ from unet3d.base.errors import UserError, reason
 from unet3d.recomputing.exported import Reader
 from unet3d.recomputing.graph import Graph
 from unet3d.recomputing.nodes import marked
-from unet3d.recomputing.readable import code_of, difference, hooked, modules_of, snapshot
+from unet3d.recomputing.readable import code_of, hooked, values_by_path
 from unet3d.recomputing.refusals import (
     TORCH,
     cannot_trace,
@@ -214,20 +214,19 @@ def _twin(network: nn.Module) -> nn.Module:
 def _nothing_left_behind(network: nn.Module, watch: Watch) -> Iterator[None]:
     """Refuse a forward pass that changes what it or others could read later."""
     code = code_of(network)
-    before = snapshot(network, code)
-    held = _tensors_by_path(network)
+    before = values_by_path(network, code)
     python, numpy = random.getstate(), _numpy_state()
     yield
     if random.getstate() != python:
         watch.refuse("forward draws from Python's generator `random`, which a schedule would not; draw with torch")
     if _numpy_state() != numpy:
         watch.refuse("forward draws from NumPy's generator `np.random`, which a schedule would not; draw with torch")
-    changed = difference(network, before, snapshot(network, code)) or next(
-        (path for path, tensor in _tensors_by_path(network).items() if held.get(path) is not tensor), None
-    )
-    if changed is not None:
-        problem = f"forward changes {changed}, and a schedule would not; let forward return it, and keep it outside"
-        watch.refuse(problem)
+    now = values_by_path(network, code)
+    new_or_gone = [path for path in now | before if path not in before or path not in now]
+    for path in (*new_or_gone, *now):
+        if before.get(path) != now.get(path):
+            problem = f"forward changes {path}, and a schedule would not"
+            watch.refuse(f"{problem}; let forward return it, and keep it outside")
     hooks = hooked(network)
     if hooks:
         watch.refuse(f"forward adds hooks ({hooks[0]}), which would not run in recompute")
@@ -236,16 +235,6 @@ def _nothing_left_behind(network: nn.Module, watch: Watch) -> Iterator[None]:
 def _own_attributes(tensor: Tensor) -> set[str]:
     """Return the attributes that somebody gave to a tensor, besides those of a trace."""
     return {name for name in vars(tensor) if not name.startswith("_") and not hasattr(type(tensor), name)} - OF_A_TRACE
-
-
-def _tensors_by_path(network: nn.Module) -> dict[str, Tensor | None]:
-    """Return parameters and buffers by their paths."""
-    path_of = {module: path for path, module in network.named_modules()}
-    tensors = {}
-    for module in modules_of(network):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            tensors[f"{path_of[module]}.{name}".removeprefix(".")] = tensor
-    return tensors
 
 
 def _numpy_state() -> tuple[Any, ...]:

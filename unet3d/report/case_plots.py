@@ -42,23 +42,13 @@ class Slice(NamedTuple):
     image: Array
     maps: Mapping[str, Array]
     spacing: tuple[float, float]
+    extent: tuple[float, float, float, float]  # left, right, bottom and top, in mm
     labels_of: Sequence[Sequence[int]]  # of each class but the background
 
-    @property
-    def extent(self) -> tuple[float, float, float, float]:
-        """Return left, right, bottom and top of the plane in mm."""
-        rows, columns = self.image.shape
-        right, up = self.spacing
-        return 0, columns * right, 0, rows * up
-
-    @property
-    def colours(self) -> list[Any]:
-        """Return the colour of each class but the background."""
-        return colours(len(self.labels_of))
-
-    def masks(self, labels: Array) -> list[NDArray[np.bool_]]:
-        """Return where each class but the background is; regions may overlap."""
-        return [np.isin(labels, values) for values in self.labels_of]
+    def masks(self, name: str) -> list[tuple[Any, NDArray[np.bool_]]]:
+        """Return the colour of each class but the background, and where in a map it is; regions may overlap."""
+        masks = [np.isin(self.maps[name], values) for values in self.labels_of]
+        return list(zip(colours(len(masks)), masks, strict=True))
 
 
 def segmentation(
@@ -82,12 +72,10 @@ def segmentation(
         labels_of = [(number,) for number in range(1, len(class_names))]
     if where is None:
         where = _middle(layers, labels_of)
-    heads = ["image", "truth and prediction", "errors"]
-    if "learned" in layers:
-        heads.insert(1, "learned")
+    heads = ["image", *(["learned"] if "learned" in layers else []), "truth and prediction", "errors"]
     heights = _heights(image, spacing)
     handles = _legend(layers, class_names)
-    columns = max(3, len(heads))
+    columns = len(heads)
     lines = wrap(title, TITLE_LETTERS)
     below = 0.22 * (ceil(len(handles) / columns) + len(lines))
     figure = blank((MAP_WIDTH + 0.1) * len(heads) + 0.9, sum(heights) + below + 0.6)
@@ -96,7 +84,8 @@ def segmentation(
     for axis, row in enumerate(grid):
         right, up = _axes_of(axis)
         cut, *maps = (np.take(volume, where[axis], axis).T for volume in (image, *layers.values()))
-        plane = Slice(cut, dict(zip(layers, maps, strict=True)), (spacing[right], spacing[up]), labels_of)
+        extent = (0, cut.shape[1] * spacing[right], 0, cut.shape[0] * spacing[up])
+        plane = Slice(cut, dict(zip(layers, maps, strict=True)), (spacing[right], spacing[up]), extent, labels_of)
         for name, axes in zip(heads, row, strict=True):
             axes.imshow(plane.image, "gray", origin="lower", extent=plane.extent, vmin=darkest, vmax=brightest)
             axes.set(xticks=[], yticks=[])
@@ -113,11 +102,8 @@ def segmentation(
 def _middle(layers: Mapping[str, Array], labels_of: Sequence[Sequence[int]]) -> list[int]:
     """Return the middle voxel of the truth, or of the prediction where the truth is empty."""
     last = max(map(max, labels_of))
-    masks = [(layers[name] > 0) & (layers[name] <= last) for name in ("truth", "prediction")]
-    for mask in masks:
-        if mask.any():
-            return centre(mask)
-    return centre(masks[0])
+    truth, prediction = ((layers[name] > 0) & (layers[name] <= last) for name in ("truth", "prediction"))
+    return centre(truth if truth.any() else prediction)
 
 
 def _heights(image: Array, spacing: Sequence[float]) -> list[float]:
@@ -149,21 +135,18 @@ def _legend(layers: Mapping[str, Array], class_names: Sequence[str]) -> list[Any
 
 
 def _draw_learned(axes: "Axes", plane: Slice) -> None:
-    learned = plane.maps["learned"]
-    masks: dict[Any, NDArray[np.bool_]] = dict(zip(plane.colours, plane.masks(learned), strict=True))
-    masks[DARK] = learned == IGNORE
-    _paint(axes, plane, masks, 0.6)
+    _paint(axes, plane, [*plane.masks("learned"), (DARK, plane.maps["learned"] == IGNORE)], 0.6)
 
 
 def _draw_outlines(axes: "Axes", plane: Slice) -> None:
     """Draw the border of each class, halfway between voxels inside and outside."""
-    _paint(axes, plane, {DARK: plane.maps["truth"] == IGNORE}, 0.6)
+    _paint(axes, plane, [(DARK, plane.maps["truth"] == IGNORE)], 0.6)
     rows, columns = plane.image.shape
     right, up = plane.spacing
     x = (np.arange(-1, columns + 1) + 0.5) * right
     y = (np.arange(-1, rows + 1) + 0.5) * up
     for name, style in STYLES.items():
-        for colour, mask in zip(plane.colours, plane.masks(plane.maps[name]), strict=True):
+        for colour, mask in plane.masks(name):
             if mask.any():
                 axes.contour(x, y, np.pad(mask, 1), [0.5], colors=[colour], linewidths=1.3, linestyles=[style])
     left, most_right, bottom, top = plane.extent
@@ -174,13 +157,13 @@ def _draw_errors(axes: "Axes", plane: Slice) -> None:
     truth, prediction = plane.maps["truth"], plane.maps["prediction"]
     is_known = truth != IGNORE
     is_wrong = is_known & (truth != prediction)
-    masks = {
-        ERRORS[FALSE_NEGATIVE]: is_wrong & (prediction == 0),
-        ERRORS[FALSE_POSITIVE]: is_wrong & (truth == 0),
-        ERRORS[WRONG_CLASS]: is_wrong & (prediction > 0) & (truth > 0),
-    }
+    masks = [
+        (ERRORS[FALSE_NEGATIVE], is_wrong & (prediction == 0)),
+        (ERRORS[FALSE_POSITIVE], is_wrong & (truth == 0)),
+        (ERRORS[WRONG_CLASS], is_wrong & (prediction > 0) & (truth > 0)),
+    ]
     _paint(axes, plane, masks, 0.9)
-    _paint(axes, plane, {DARK: ~is_known}, 0.6)
+    _paint(axes, plane, [(DARK, ~is_known)], 0.6)
 
 
 DRAWN: dict[str, Callable[["Axes", Slice], None]] = {
@@ -190,12 +173,12 @@ DRAWN: dict[str, Callable[["Axes", Slice], None]] = {
 }
 
 
-def _paint(axes: "Axes", plane: Slice, masks: Mapping[Any, NDArray[np.bool_]], alpha: float) -> None:
-    """Paint masks, {colour: mask}, over the image."""
+def _paint(axes: "Axes", plane: Slice, masks: Sequence[tuple[Any, NDArray[np.bool_]]], alpha: float) -> None:
+    """Paint masks, each with its colour, over the image."""
     from matplotlib.colors import to_rgba
 
     overlay = np.zeros((*plane.image.shape, 4))
-    for colour, mask in masks.items():
+    for colour, mask in masks:
         overlay[mask] = to_rgba(colour, alpha)
     if overlay.any():
         axes.imshow(overlay, origin="lower", extent=plane.extent, interpolation="nearest")
@@ -243,7 +226,7 @@ def score_plot(dice: Mapping[str, Sequence[float]], path: Path) -> None:
         if len(ordered) >= CASES_OF_A_BOX:
             axes.boxplot([ordered], positions=[place], medianprops=thin | {"linewidth": 2.2}, **box)
     names = [short_name(name) for name in dice]
-    longest = max(map(len, names), default=0)
+    longest = max(map(len, names))
     axes.set_xticks(range(len(dice)), names, rotation=90 if longest * len(names) > LETTERS_ABREAST else 0)
     lowest = min((value for values in dice.values() for value in values), default=0.0)
     bottom = max(0.0, np.floor(10 * lowest - 0.5) / 10)

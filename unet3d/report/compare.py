@@ -12,11 +12,11 @@ from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib
 from unet3d.config.schema import Config, options_with
 from unet3d.report import compared_runs, folds
-from unet3d.report.compared_runs import FOLD, ComparedRun, ending, label, method_columns, read_runs, short
-from unet3d.report.comparison_plots import PlottedRun, comparison_plot, curves_plot, dice_title, folds_plot
+from unet3d.report.compared_runs import FOLD, ComparedRun, ending, label, method_columns, read_runs, short, unlike
+from unet3d.report.comparison_plots import basis, comparison_plot, curves_plot, dice_title, folds_plot
 from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.page import read_picture, render
-from unet3d.report.plots import plain, remove_picture
+from unet3d.report.plots import remove_picture
 
 STATUS_LETTERS = 110
 
@@ -61,17 +61,17 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     config = next(iter(jobs.values()))
     rows = folds.methods(rows)
     if config.wandb.private:  # the last part of a path is no path any more, but often a patient's name
-        rows = [replace(row, settings=_without_paths(row.settings)) for row in rows]
+        hidden = options_with("private")
+        rows = [
+            replace(row, settings={key: value for key, value in row.settings.items() if key not in hidden})
+            for row in rows
+        ]
     loggers = Loggers(wandb_loggers(config, folder))
     loggers.table("compare", *numbers_table(rows))
     loggers.close(0)
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     print(f"compared: {escaped(path)}")
-
-
-def _without_paths(settings: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in settings.items() if key not in options_with("private")}
 
 
 def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None = None, labelled: bool = False) -> Table:
@@ -84,11 +84,15 @@ def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None =
     fields = _known(rows) if fields is None else fields
     cells = []
     for row in rows:
-        first = [label(row, keys)] if labelled else [row.name, *(row.settings.get(key, "") for key in keys)]
-        cells.append([*first, *(_number(row, field) for field in fields)])
-    headings = [COLUMNS[field][0] for field in fields]
-    if "dice_mean" in fields:
-        headings[list(fields).index("dice_mean")] = dice_title(row.numbers.get("dice_grid") for row in rows)
+        cells.append([label(row, keys)] if labelled else [row.name, *(row.settings.get(key, "") for key in keys)])
+        for field in fields:
+            value = row.numbers.get(field)
+            if field == "dice_mean" and row.folds:
+                cells[-1].append(folds.spread("dice", value, row.numbers["dice_sd"]))
+            else:
+                cells[-1].append("" if value is None else COLUMNS[field][1](value))
+    of_dice = dice_title(row.numbers.get("dice_grid") for row in rows)
+    headings = [of_dice if field == "dice_mean" else COLUMNS[field][0] for field in fields]
     return Table(["run", *([] if labelled else short(keys)), *headings], cells)
 
 
@@ -99,25 +103,15 @@ def _known(rows: Sequence[ComparedRun]) -> list[str]:
 
 def _telling(rows: Sequence[ComparedRun]) -> list[str]:
     """Return the numbers for a terminal: without plans, and without what is the same for all runs."""
-
-    def values(field: str) -> set[Any]:
-        return {row.numbers.get(field) for row in rows}
-
+    values = {field: {row.numbers.get(field) for row in rows} for field in COLUMNS}
     left_out = {field for field in COLUMNS if field.startswith("plan_")}
-    if values("status") == {"done"}:
+    if values["status"] == {"done"}:
         left_out.add("status")
-    if values("error_bytes") == {0}:
+    if values["error_bytes"] == {0}:
         left_out |= {"error_bytes", "peak_predicted_bytes"}
-    if len(rows) > 1 and len(values("parameters")) == 1:
+    if len(rows) > 1 and len(values["parameters"]) == 1:
         left_out.add("parameters")
     return [field for field in _known(rows) if field not in left_out]
-
-
-def _number(row: ComparedRun, field: str) -> str:
-    value = row.numbers.get(field)
-    if field == "dice_mean" and row.folds:
-        return folds.spread("dice", value, row.numbers["dice_sd"])
-    return "" if value is None else COLUMNS[field][1](value)
 
 
 def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any]]]:
@@ -131,26 +125,25 @@ def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any
     return ["run", *keys, *names], cells
 
 
-def folds_table(rows: Sequence[ComparedRun]) -> Table | None:
-    """Return the scores of the methods that were cross-validated; None without any, as where runs only predict."""
-    if not any(row.folds and row.scores for row in rows):
-        return None
-    keys = method_columns(rows)
-    return folds.table(rows, keys, short(keys))
-
-
 def print_comparison(runs: Sequence[ComparedRun]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
-    console = paper(NARROW)
     rows = folds.methods(runs)
     fields = _telling(rows)
-    console.print(narrow_tables(_title(runs), comparison_table(rows, fields), console.width))
-    by_folds = folds_table(rows)
-    if by_folds is not None:
-        console.print(narrow_tables(folds.TITLE, by_folds, console.width))
+    titled = [(_title(runs), comparison_table(rows, fields))]
+    by_folds = folds.table(rows, method_columns(rows))
+    if by_folds.rows:
+        titled.append((folds.TITLE, by_folds))
     lines = [*_failures(runs), *(f"not comparable: {line}" for line in not_comparable(runs))]
     if "error_bytes" in _known(rows) and "error_bytes" not in fields:
         lines.insert(0, "predicted minus measured: 0 bytes in each")
+    print_tables(titled, lines)
+
+
+def print_tables(titled: Sequence[tuple[str, Table]], lines: Sequence[str]) -> None:
+    """Print tables, then lines."""
+    console = paper(NARROW)
+    for title, table in titled:
+        console.print(narrow_tables(title, table, console.width))
     for line in lines:
         console.print(escaped(line), soft_wrap=True)
 
@@ -179,9 +172,8 @@ def _failures(rows: Sequence[ComparedRun]) -> list[str]:
 def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
     """Return one line per reason not to compare the runs."""
     rows = folds.methods(runs)  # one has several folds, all the same as another's
-    held_out = {row.name: row.settings.get(FOLD) for row in rows}
-    scored = {row.name: row.scored for row in rows}
-    of_folds = compared_runs.unlike({FOLD: held_out}) or compared_runs.unlike({"folds scored": scored})
+    of_folds = unlike(FOLD, rows, [row.settings.get(FOLD) for row in rows])
+    of_folds = of_folds or unlike("folds scored", rows, [row.scored for row in rows])
     return [*of_folds, *compared_runs.mismatches(runs, [FOLD])]
 
 
@@ -207,64 +199,38 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
     scored = [row for row in rows if row.folds and row.numbers["dice_mean"] is not None]
     if scored:
         folds_plot([(label(row, keys), folds.scores(row, "dice")) for row in scored], folder / "folds.png")
-    write_text(folder / "compare.html", _page(runs, folder))
-    return folder / "compare.html"
-
-
-def _draw_peaks(runs: Sequence[ComparedRun], keys: Sequence[str], path: Path) -> None:
-    """Draw the runs with a measured peak; with fewer than two, all with a peak; without any, nothing."""
-    runs_with_peak = [run for run in runs if run.basis == "measured"]
-    if len(runs_with_peak) < 2:
-        runs_with_peak = [run for run in runs if run.basis is not None]
-    if runs_with_peak:
-        plotted = [_plotted(row, keys) for row in folds.methods(runs_with_peak)]
-        names = [line.partition(":")[0] for line in not_comparable(runs_with_peak)]
-        remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
-        comparison_plot(plotted, remark, path)
-
-
-def _plotted(row: ComparedRun, keys: Sequence[str]) -> PlottedRun:
-    """Return a row as a point; one that was only predicted has no seconds and no Dice."""
-    numbers = row.numbers if row.basis == "measured" else {}
-    kind = [part for part in (row.basis, row.numbers["measured_kind"]) if part]
-    return PlottedRun(
-        label=label(row, keys),
-        kind=plain(", ".join(kind)),
-        peak_bytes=row.numbers[f"peak_{row.basis}_bytes"],
-        step_s=numbers.get("step_median_s"),
-        dice=numbers.get("dice_mean"),
-        dice_sd=numbers.get("dice_sd"),
-        dice_grid=numbers.get("dice_grid"),
-    )
-
-
-def _page(runs: Sequence[ComparedRun], folder: Path) -> str:
-    rows = folds.methods(runs)
-    by_folds = folds_table(rows)
-    return render(
+    page = render(
         "compare.html",
         title=_title(runs),
         about=ABOUT,
         runs=comparison_table(rows, labelled=True),
         failures=_failures(runs),
-        folds=by_folds,
+        folds=folds.table(rows, keys),
         folds_title=folds.TITLE,
         folds_note=folds.NOTE,
-        folds_picture=read_picture(
-            folder / "folds.png", "Dice by class: one point per fold and method, and their mean"
-        ),
-        each_run=comparison_table(runs) if by_folds is not None else None,
+        each_run=comparison_table(runs),
         not_comparable=not_comparable(runs),
-        peaks=read_picture(folder / "compare.png", "peak memory, against seconds per step and Dice if measured"),
-        curves=read_picture(folder / "curves.png", "training loss and validation Dice by step, one line per run"),
+        figure=lambda name, about: read_picture(folder / name, about),
         differences=_differences(rows),
     )
+    write_text(folder / "compare.html", page)
+    return folder / "compare.html"
+
+
+def _draw_peaks(runs: Sequence[ComparedRun], keys: Sequence[str], path: Path) -> None:
+    """Draw the runs with a measured peak; with fewer than two, all with a peak; without any, nothing."""
+    drawn = [run for run in runs if basis(run.numbers) == "measured"]
+    if len(drawn) < 2:
+        drawn = [run for run in runs if basis(run.numbers) is not None]
+    if drawn:
+        names = [line.partition(":")[0] for line in not_comparable(drawn)]
+        remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
+        comparison_plot({label(row, keys): row.numbers for row in folds.methods(drawn)}, remark, path)
 
 
 def _differences(rows: Sequence[ComparedRun]) -> Table:
     """Return one row per option that differs, with the runs of each value."""
-    cells = [
-        [key, compared_runs.sides({row.name: row.settings.get(key) for row in rows})]
-        for key in compared_runs.differing(rows)
-    ]
+    cells = []
+    for key in compared_runs.differing(rows):
+        cells.append([key, compared_runs.sides(rows, [row.settings.get(key) for row in rows])])
     return Table(["option", "values"], cells)

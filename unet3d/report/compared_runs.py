@@ -11,11 +11,10 @@ from typing import Any
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import options_with
-from unet3d.report.comparison_plots import OVERLAID
+from unet3d.report.comparison_plots import OVERLAID, basis
 from unet3d.report.plots import Curve, curve
 from unet3d.report.summary import compared_numbers
 from unet3d.run.record import RunRecord, numbers_of, read_run
-from unet3d.run.run_folder import KINDS
 from unet3d.training.metrics import mean_of
 
 RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
@@ -41,14 +40,6 @@ class ComparedRun:
     scores: Sequence[Mapping[str, str]] = ()  # scores.csv
     folds: "tuple[ComparedRun, ...]" = ()
     folder: Path = Path()  # of a run; of a method, the first fold's
-
-    @property
-    def basis(self) -> str | None:
-        """Return whether its peak was "measured" or "predicted"; None without a peak."""
-        for kind in KINDS:
-            if self.numbers[f"peak_{kind}_bytes"] is not None:
-                return kind
-        return None
 
     @property
     def scored(self) -> str | None:
@@ -91,7 +82,6 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 def compared(name: str, run: RunRecord) -> ComparedRun:
     """Return a run as a row of a comparison."""
     curves = {key: curve(run.records, key) for key in OVERLAID}
-    words = run.overrides or []
     return ComparedRun(
         name=name,
         settings=_settings(run),
@@ -99,7 +89,7 @@ def compared(name: str, run: RunRecord) -> ComparedRun:
         environment=run.environment,
         numbers=_numbers(run),
         curves={key: points for key, points in curves.items() if points is not None},
-        named=frozenset(word.partition("=")[0].lstrip("+~") for word in words),
+        named=frozenset(word.partition("=")[0].lstrip("+~") for word in run.overrides or []),
         scores=run.scores,
         folder=run.path,
     )
@@ -140,6 +130,7 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
     steps = run.values("time/step_s")
     labelled = run.values("data/labelled_share")
     only_predicts = bool(predicted) and not measured and not run.records
+    network_grid = "network" if run.spacing else None  # else both are one grid
     return {
         "status": _status(run.status, only_predicts),
         "parameters": run.memory.get("parameters"),
@@ -150,18 +141,11 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
         "steps_done": run.last_step,
         "step_median_s": median(steps) if steps else None,
         "dice_mean": run.dice_mean,
-        "dice_grid": _dice_grid(run),
+        "dice_grid": None if run.dice_mean is None else "files" if run.has_own_grids else network_grid,
         **_distances(run),
         "labelled_share": labelled[0] if labelled else None,
         **compared_numbers(run.memory, run.records),
     }
-
-
-def _dice_grid(run: RunRecord) -> str | None:
-    """Return "files" or "network", the grid of the mean Dice; None without a Dice, or where both are one grid."""
-    if run.dice_mean is None:
-        return None
-    return "files" if run.has_own_grids else "network" if run.spacing else None
 
 
 def _distances(run: RunRecord) -> dict[str, Any]:
@@ -185,9 +169,7 @@ def _status(text: str, only_predicts: bool) -> str:
     reason = re.sub(r"^(error|failed): ", "", line)
     if reason.startswith("stopped "):
         return reason
-    if reason.startswith("interrupted"):
-        return f"stopped: {reason}"
-    return f"failed: {reason}"
+    return f"{'stopped' if reason.startswith('interrupted') else 'failed'}: {reason}"
 
 
 def ending(status: str) -> str:
@@ -201,13 +183,8 @@ def differing(rows: Sequence[ComparedRun]) -> list[str]:
     """Return the settings that differ. Missing settings are ignored, unless no run has its whole config."""
     some_are_whole = any(row.is_whole for row in rows)
     keys = dict.fromkeys(key for row in rows for key in row.settings)
-    names = []
-    for key in keys:
-        values = [row.settings[key] for row in rows if key in row.settings]
-        is_missing = len(values) < len(rows) and not some_are_whole
-        if len(set(values)) > 1 or is_missing:
-            names.append(key)
-    return names
+    values = {key: [row.settings[key] for row in rows if key in row.settings] for key in keys}
+    return [key for key in keys if len({*values[key]}) > 1 or (len(values[key]) < len(rows) and not some_are_whole)]
 
 
 def setting_columns(rows: Sequence[ComparedRun]) -> list[str]:
@@ -224,13 +201,10 @@ def _follows(key: str, group: str, rows: Sequence[ComparedRun]) -> bool:
     """Return whether the name chosen in a group determines an option in all runs."""
     names = {row.settings[group] for row in rows}
     is_of_group = key.startswith(f"{group}.")
-    if group == "experiment" and key != group:
-        is_set = any(key in row.named for row in rows)
-        is_of_group = is_of_group or not (is_set or names & {"null", "None"})
-    if not is_of_group:
-        return False
+    if group == "experiment" and key != group and not names & {"null", "None"}:
+        is_of_group = not any(key in row.named for row in rows)
     pairs = {(row.settings[group], row.settings.get(key)) for row in rows}
-    return len(pairs) == len(names)
+    return is_of_group and len(pairs) == len(names)
 
 
 def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
@@ -238,11 +212,8 @@ def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
     keys = setting_columns(rows)
     untold = options_with("untold")
     kept = [key for key in keys if untold.get(key) in (None, "speed")]
-
-    def kinds(of: Sequence[str]) -> int:
-        return len({tuple(row.settings.get(key) for key in of) for row in rows})
-
-    return kept if kinds(kept) == kinds(keys) else keys
+    all_kinds, kinds = ({tuple(row.settings.get(key) for key in of) for row in rows} for of in (keys, kept))
+    return kept if len(kinds) == len(all_kinds) else keys
 
 
 def short(keys: Sequence[str]) -> list[str]:
@@ -261,33 +232,29 @@ def label(row: ComparedRun, keys: Sequence[str]) -> str:
 def mismatches(rows: Sequence[ComparedRun], varied: Sequence[str] = ()) -> list[str]:
     """Return one line per difference that makes the runs not comparable; an experiment varies `varied` on purpose."""
     options = [key for key in options_with("same") if key not in varied]
-    by_key: dict[str, dict[str, Any]] = {key: {row.name: row.settings.get(key) for row in rows} for key in options}
-    by_key |= {key: {row.name: row.environment.get(key) for row in rows} for key in SAME_MACHINE}
+    values = {key: [row.settings.get(key) for row in rows] for key in options}
+    values |= {key: [row.environment.get(key) for row in rows] for key in SAME_MACHINE}
     if len({row.settings.get("steps") for row in rows}) == 1:
-        by_key["steps done"] = {row.name: row.numbers["steps_done"] for row in rows}
-    by_key["grid of the Dice"] = {row.name: row.numbers.get("dice_grid") for row in rows}
-    by_key["peak"] = {row.name: row.basis for row in rows}
-    by_key["kind of measured peak"] = {row.name: row.numbers["measured_kind"] for row in rows}
-    return unlike(by_key)
+        values["steps done"] = [row.numbers["steps_done"] for row in rows]
+    values["grid of the Dice"] = [row.numbers.get("dice_grid") for row in rows]
+    values["peak"] = [basis(row.numbers) for row in rows]
+    values["kind of measured peak"] = [row.numbers["measured_kind"] for row in rows]
+    return [line for key in values for line in unlike(key, rows, values[key])]
 
 
-def unlike(by_key: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return one line per key whose values, {run: value}, differ between runs."""
-    return [f"{key}: {sides(values)}" for key, values in by_key.items() if len(set(values.values()) - {None}) > 1]
+def unlike(key: str, rows: Sequence[ComparedRun], values: Sequence[Any]) -> list[str]:
+    """Return a line on a key whose values differ between runs; [] where they do not."""
+    return [f"{key}: {sides(rows, values)}"] if len({*values} - {None}) > 1 else []
 
 
-def sides(values: Mapping[str, Any]) -> str:
+def sides(rows: Sequence[ComparedRun], values: Sequence[Any]) -> str:
     """Return which runs have which value, `4 (runs 0, 1), 8 (run 2)`, without the value None."""
     runs: dict[Any, list[str]] = {}
-    for name, value in values.items():
+    for row, value in zip(rows, values, strict=True):
         if value is not None:
-            runs.setdefault(value, []).append(name)
-    return ", ".join(f"{value} ({_run_names(names)})" for value, names in runs.items())
-
-
-def _run_names(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"run {names[0]}"
-    if len(names) > MOST_NAMES:
-        return f"{len(names)} runs"
-    return f"runs {', '.join(names)}"
+            runs.setdefault(value, []).append(row.name)
+    parts = []
+    for value, names in runs.items():
+        some = f"run{'s' if len(names) > 1 else ''} {', '.join(names)}"
+        parts.append(f"{value} ({some if len(names) <= MOST_NAMES else f'{len(names)} runs'})")
+    return ", ".join(parts)

@@ -4,7 +4,9 @@ With a paired test between two cross-validations of the same cases: Wilcoxon's s
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
@@ -12,11 +14,11 @@ from typing import NamedTuple
 
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv, write_text
-from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table
 from unet3d.report import folds
 from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs, setting_columns, short
-from unet3d.report.folds import MEAN, spread
+from unet3d.report.folds import spread
+from unet3d.report.page import render
 from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, Score, ranked, shown
 from unet3d.run.run_folder import as_number
 from unet3d.training.metrics import NOTE_KEY
@@ -42,33 +44,23 @@ TEST_NOTE = (
 IN_LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
         "~": r"\textasciitilde{}",
         "^": r"\textasciicircum{}",
         "<": r"\textless{}",
         ">": r"\textgreater{}",
         "±": r" $\pm$ ",
+        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
     }
 )
 IN_MARKDOWN = re.compile(r"([\\`*_\[\]<>|&])")
 Titled = Sequence[tuple[str, Table]]
 
 
-class Method(NamedTuple):
-    """A cross-validation, and the settings in which it differs from the others."""
+def read_methods(paths: Sequence[Path]) -> list[ComparedRun]:
+    """Return the cross-validations among these runs and sweeps, named by the settings in which they differ.
 
-    name: str
-    row: ComparedRun
-
-
-def read_methods(paths: Sequence[Path]) -> list[Method]:
-    """Return the cross-validations among these runs and sweeps. Raises UserError without any."""
+    Raises UserError without any.
+    """
     runs = read_runs(find_runs(paths))
     same = folds.repeats(runs)
     if same:
@@ -84,18 +76,17 @@ def read_methods(paths: Sequence[Path]) -> list[Method]:
     methods = []
     for number, row in enumerate(rows, start=1):
         settings = [f"{word}={row.settings.get(key, '')}" for key, word in zip(keys, short(keys), strict=True)]
-        methods.append(Method(" ".join(settings) or f"method {number}", row))
+        methods.append(replace(row, name=" ".join(settings) or f"method {number}"))
     return methods
 
 
-def problems(method: Method) -> list[str]:
+def problems(method: ComparedRun) -> list[str]:
     """Return a line for each fold without scores, and for each that is not finished."""
     lines = []
-    present = {int(run.settings[FOLD]): run for run in method.row.folds}
-    count = method.row.settings.get("data.folds", "")
-    folds_planned = int(count) if count.isdecimal() else len(present)
-    for fold in range(folds_planned):
-        run = present.get(fold)
+    present = {run.settings[FOLD]: run for run in method.folds}
+    count = method.settings.get("data.folds", "")
+    for fold in range(int(count) if count.isdecimal() else len(present)):
+        run = present.get(str(fold))
         if run is None or not run.scores:
             lines.append(f"{method.name}: fold {fold} has no scores; its cases are missing")
         elif not run.numbers["status"].startswith("done"):
@@ -103,13 +94,13 @@ def problems(method: Method) -> list[str]:
     return lines
 
 
-def class_table(method: Method) -> Table:
+def class_table(method: ComparedRun) -> Table:
     """Return one row per class: mean and SD of each score over all out-of-fold cases, and the worst case by Dice."""
-    by_metric = {metric: folds.scores(method.row, metric) for metric in METRICS}
+    by_metric = {metric: folds.scores(method, metric) for metric in METRICS}
     metrics = [metric for metric in METRICS if by_metric[metric]]
-    names = _classes(method)
+    mean, *names = by_metric["dice"]
     if len(names) > 1:
-        names.append(MEAN)
+        names.append(mean)
     rows = []
     for name in names:
         of_cases = by_metric["dice"][name].cases
@@ -119,11 +110,6 @@ def class_table(method: Method) -> Table:
         rows.append([*row, f"{worst} ({shown('dice', of_cases[worst])})"])
     heads = [METRICS[metric][0] for metric in metrics]
     return Table(["class", "cases", *heads, "worst Dice"], rows)
-
-
-def _classes(method: Method) -> list[str]:
-    """Return the names of the foreground classes that have a Dice."""
-    return [name for name in folds.scores(method.row, "dice") if name != MEAN]
 
 
 def _by_value(of_cases: Mapping[str, float]) -> list[str]:
@@ -139,43 +125,41 @@ def _pooled(metric: str, score: Score | None, cases: int) -> str:
     return text if len(score.cases) == cases else f"{text} ({len(score.cases)})"
 
 
-def worst_table(method: Method) -> Table:
+def worst_table(method: ComparedRun) -> Table:
     """Return the cases with the lowest mean Dice, and their Dice by class."""
-    fold_of = {row.get("case", ""): run.settings[FOLD] for run in method.row.folds for row in run.scores}
-    names = _classes(method)
+    fold_of = {row.get("case", ""): run.settings[FOLD] for run in method.folds for row in run.scores}
+    _, *names = folds.scores(method, "dice")
     rows = []
-    for case in ranked(method.row.scores)[:WORST]:
+    for case in ranked(method.scores)[:WORST]:
         of_classes = [shown("dice", case.classes.get(name)) for name in names]
         rows.append([case.title, fold_of[case.name], shown("dice", case.mean), *of_classes])
     return Table(["case", "fold", MEAN_OF_CLASSES, *names], rows)
 
 
-def numbers_table(methods: Sequence[Method]) -> tuple[list[str], list[list[object]]]:
+def numbers_table(methods: Sequence[ComparedRun]) -> tuple[list[str], list[list[object]]]:
     """Return the classes of all methods for programs, one row per method, class and score."""
     head = ["method", "class", "score", "cases", "mean", "sd", "lowest", "lowest_case", "highest", "highest_case"]
     rows: list[list[object]] = []
-    for method in methods:
-        for metric in METRICS:
-            for name, score in folds.scores(method.row, metric).items():
-                values = score.cases
-                ordered = _by_value(values)
-                row = [method.name, name or MEAN_OF_CLASSES, metric, len(values), score.pooled, score.pooled_sd]
-                rows.append([*row, values[ordered[0]], ordered[0], values[ordered[-1]], ordered[-1]])
+    for method, metric in product(methods, METRICS):
+        for name, score in folds.scores(method, metric).items():
+            values = score.cases
+            ordered = _by_value(values)
+            row = [method.name, name or MEAN_OF_CLASSES, metric, len(values), score.pooled, score.pooled_sd]
+            rows.append([*row, values[ordered[0]], ordered[0], values[ordered[-1]], ordered[-1]])
     return head, rows
 
 
-def cases_table(methods: Sequence[Method]) -> tuple[list[str], list[list[object]]]:
+def cases_table(methods: Sequence[ComparedRun]) -> tuple[list[str], list[list[object]]]:
     """Return the scores of all out-of-fold cases, one row per method and case, as their runs' scores.csv has them."""
-    all_cases = [case for method in methods for case in method.row.scores]
+    all_cases = [case for method in methods for case in method.scores]
     keys = dict.fromkeys(key for case in all_cases for key in case)
     keys.pop("case", None)
     rows: list[list[object]] = []
     for method in methods:
-        for run in method.row.folds:
+        for run in method.folds:
             for case in run.scores:
-                row: list[object] = [method.name, run.settings[FOLD], case.get("case")]
-                row += [case.get(key) if key == NOTE_KEY else as_number(case.get(key)) for key in keys]
-                rows.append(row)
+                numbers = [case.get(key) if key == NOTE_KEY else as_number(case.get(key)) for key in keys]
+                rows.append([method.name, run.settings[FOLD], case.get("case"), *numbers])
     return ["method", "fold", "case", *keys], rows
 
 
@@ -183,7 +167,7 @@ class PairedTest(NamedTuple):
     """The difference of two methods in one score of one class, second minus first."""
 
     metric: str
-    name: str  # of the class; MEAN for the mean of classes
+    name: str  # of the class; "" for the mean of classes
     pairs: int
     differing: int
     first: float  # mean over the pairs
@@ -217,21 +201,11 @@ def _test(metric: str, name: str, first: Mapping[str, float], second: Mapping[st
 
         rank_sum = float(wilcoxon(differing, alternative="greater").statistic)
         p = float(wilcoxon(differing).pvalue)
-        all_ranks = len(differing) * (len(differing) + 1) / 2
-        effect = 2 * rank_sum / all_ranks - 1
-    return PairedTest(
-        metric,
-        name,
-        pairs=len(cases),
-        differing=len(differing),
-        first=fmean(first[case] for case in cases),
-        second=fmean(second[case] for case in cases),
-        mean_difference=fmean(differences),
-        median_difference=median(differences),
-        rank_sum=rank_sum,
-        p=p if p is not None and isfinite(p) else None,
-        effect=effect,
-    )
+        p = p if isfinite(p) else None
+        effect = 4 * rank_sum / (len(differing) * (len(differing) + 1)) - 1
+    means = (fmean(first[case] for case in cases), fmean(second[case] for case in cases), fmean(differences))
+    counts = (len(cases), len(differing))
+    return PairedTest(metric, name, *counts, *means, median(differences), rank_sum, p, effect)
 
 
 def paired_table(tests: Sequence[PairedTest]) -> Table:
@@ -241,28 +215,24 @@ def paired_table(tests: Sequence[PairedTest]) -> Table:
         values = (test.first, test.second, test.mean_difference, test.median_difference)
         row = [METRICS[test.metric][0], test.name or MEAN_OF_CLASSES, str(test.pairs), str(test.differing)]
         row += [shown(test.metric, value) for value in values]
-        row.append("" if test.rank_sum is None else f"{test.rank_sum:g}")
-        row.append("" if test.p is None else f"{test.p:.2g}")
-        row.append("" if test.effect is None else f"{test.effect:.2f}")
+        for number, form in ((test.rank_sum, "g"), (test.p, ".2g"), (test.effect, ".2f")):
+            row.append("" if number is None else format(number, form))
         rows.append(row)
     return Table(list(TEST_HEADS), rows)
 
 
-def titled_tests(methods: Sequence[Method]) -> list[tuple[str, list[PairedTest]]]:
+def titled_tests(methods: Sequence[ComparedRun]) -> list[tuple[str, list[PairedTest]]]:
     """Return the tests of each other method against the first, with their titles."""
     first, *others = methods
-    titled = []
-    for second in others:
-        title = f"Paired test: {second.name} (second) against {first.name} (first)"
-        titled.append((title, paired_tests(first.row, second.row)))
-    return titled
+    title = "Paired test: {} (second) against {} (first)"
+    return [(title.format(second.name, first.name), paired_tests(first, second)) for second in others]
 
 
-def titled_tables(methods: Sequence[Method]) -> list[tuple[str, Table]]:
+def titled_tables(methods: Sequence[ComparedRun]) -> list[tuple[str, Table]]:
     """Return all tables with their titles, in the order of the page."""
     tables = []
     for method in methods:
-        count = len(method.row.scores)
+        count = len(method.scores)
         of_method = f", {method.name}" if len(methods) > 1 else ""
         tables.append((f"Cross-validation: {count} out-of-fold cases{of_method}", class_table(method)))
         tables.append((f"Worst cases by mean Dice{of_method}", worst_table(method)))
@@ -270,16 +240,7 @@ def titled_tables(methods: Sequence[Method]) -> list[tuple[str, Table]]:
     return tables
 
 
-def print_tables(titled: Titled, lines: Sequence[str]) -> None:
-    """Print tables, then lines."""
-    console = paper(NARROW)
-    for title, table in titled:
-        console.print(narrow_tables(title, table, console.width))
-    for line in lines:
-        console.print(escaped(line), soft_wrap=True)
-
-
-def write_tables(methods: Sequence[Method], titled: Titled, lines: Sequence[str], out: Path) -> Path:
+def write_tables(methods: Sequence[ComparedRun], titled: Titled, lines: Sequence[str], out: Path) -> Path:
     """Write cross_validation.md, .csv, .tex, cases.csv, and of several methods paired.csv; return the first's path."""
     out.mkdir(parents=True, exist_ok=True)
     notes = [NOTE, *lines]
@@ -299,41 +260,12 @@ def write_tables(methods: Sequence[Method], titled: Titled, lines: Sequence[str]
 
 def as_markdown(titled: Titled, notes: Sequence[str]) -> str:
     """Return titled tables, and notes below them, as Markdown."""
-    parts = []
-    for title, table in titled:
-        lines = [f"## {markdown(title)}", ""]
-        lines.append(_row(map(markdown, table.columns)))
-        lines.append(_row(["---", *["---:" for _ in table.columns[1:]]]))
-        lines += [_row(map(markdown, row)) for row in table.rows]
-        parts.append("\n".join(lines))
-    parts += map(markdown, notes)
-    return "\n\n".join(parts) + "\n"
+    return render("cross_validation.md", titled=titled, notes=notes, text=markdown)
 
 
 def as_latex(titled: Titled, notes: Sequence[str]) -> str:
     """Return titled tables as LaTeX with booktabs, and notes below them."""
-    parts = ["% \\usepackage{booktabs}"]
-    for title, table in titled:
-        head = " & ".join(map(latex, table.columns))
-        body = [" & ".join(map(latex, row)) for row in table.rows]
-        columns = "l" + "r" * (len(table.columns) - 1)
-        lines = [
-            r"\begin{table}",
-            rf"\caption{{{latex(title)}}}",
-            rf"\begin{{tabular}}{{{columns}}}",
-            rf"\toprule {head} \\ \midrule",
-            *(rf"{row} \\" for row in body),
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-        parts.append("\n".join(lines))
-    parts += map(latex, notes)
-    return "\n\n".join(parts) + "\n"
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return render("cross_validation.tex", titled=titled, notes=notes, text=latex)
 
 
 def markdown(text: str) -> str:

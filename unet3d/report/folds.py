@@ -8,7 +8,7 @@ from typing import Any
 
 from unet3d.base.types import Table
 from unet3d.config.schema import FACTS, options_with
-from unet3d.report.compared_runs import FOLD, ComparedRun, ending
+from unet3d.report.compared_runs import FOLD, ComparedRun, ending, short
 from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, MOST_COLUMNS, Score, by_class, shown
 from unet3d.training.metrics import mean_of
 
@@ -18,38 +18,38 @@ NOTE = (
     "classes: mean of the classes' means; its pooled SD is that of the cases' means."
 )
 MEAN = ""  # among the classes: the mean of all
+NO_SCORE = Score((), {}, None, None, None, None)
 
 
 def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Return one row per method, in order: runs that differ in their fold alone are one; others stay as they are."""
-    rows: list[tuple[int, ComparedRun]] = []
-    for places in _groups(runs):
-        same = [runs[place] for place in places]
+    rows: dict[str, ComparedRun] = {run.name: run for run in runs}
+    for same in _groups(runs):
         if _are_folds(same):
-            rows.append((places[0], _merged(same)))
-        else:
-            rows += zip(places, same, strict=True)
-    rows.sort(key=lambda pair: pair[0])
-    return [row for _, row in rows]
+            first, *others = same
+            rows[first.name] = _merged(same)
+            for run in others:
+                del rows[run.name]
+    return list(rows.values())
 
 
 def repeats(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Return the first runs of one method that hold out the same fold; [] without any."""
-    for places in _groups(runs):
+    for group in _groups(runs):
         by_fold: dict[str, list[ComparedRun]] = {}
-        for place in places:
-            by_fold.setdefault(runs[place].settings.get(FOLD, ""), []).append(runs[place])
+        for run in group:
+            by_fold.setdefault(run.settings.get(FOLD, ""), []).append(run)
         for fold, same in by_fold.items():
             if len(same) > 1 and fold.isdecimal():
                 return same
     return []
 
 
-def _groups(runs: Sequence[ComparedRun]) -> list[list[int]]:
-    """Return the places of the runs of each method, in order."""
-    groups: dict[frozenset[tuple[str, str]], list[int]] = {}
-    for place, run in enumerate(runs):
-        groups.setdefault(_method(run, runs), []).append(place)
+def _groups(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Return the runs of each method, in order."""
+    groups: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
+    for run in runs:
+        groups.setdefault(_method(run, runs), []).append(run)
     return list(groups.values())
 
 
@@ -72,7 +72,11 @@ def _method(run: ComparedRun, runs: Sequence[ComparedRun]) -> frozenset[tuple[st
     shared = _shared(run)
     if run.is_whole:
         return frozenset((key, value) for key, value in shared.items() if key in FACTS)
-    suited = {_method(other, ()) for other in runs if other.is_whole and _suits(shared, other)}
+    suited = set()
+    for other in runs:  # a command line may write `True` for true
+        is_suited = all(other.settings.get(key, "").lower() == value.lower() for key, value in shared.items())
+        if other.is_whole and is_suited:
+            suited.add(_method(other, ()))
     return suited.pop() if len(suited) == 1 else frozenset(shared.items())
 
 
@@ -80,11 +84,6 @@ def _shared(run: ComparedRun) -> dict[str, str]:
     """Return the settings in which the folds of one method may not differ."""
     untold = options_with("untold")
     return {key: value for key, value in run.settings.items() if key != FOLD and untold.get(key) != "course"}
-
-
-def _suits(command: Mapping[str, str], run: ComparedRun) -> bool:
-    """Return whether a run has what a command line asks for, which may write `True` for true."""
-    return all(run.settings.get(key, "").lower() == value.lower() for key, value in command.items())
 
 
 def _merged(runs: Sequence[ComparedRun]) -> ComparedRun:
@@ -107,36 +106,31 @@ def _merged(runs: Sequence[ComparedRun]) -> ComparedRun:
 
 def _numbers(row: ComparedRun) -> dict[str, Any]:
     """Return the numbers of a method: of peaks and errors the largest, the median of times, mean and SD of scores."""
-
-    def known(key: str) -> list[Any]:
-        return [run.numbers[key] for run in row.folds if run.numbers.get(key) is not None]
-
-    def common(key: str) -> Any:
-        values = known(key)
-        return values[0] if len(set(values)) == 1 else None
-
-    every = scores(row, "dice").get(MEAN, _score((), {}))
-    seconds = known("step_median_s")
+    names = dict.fromkeys(key for run in row.folds for key in run.numbers)
+    known = {key: [run.numbers[key] for run in row.folds if run.numbers.get(key) is not None] for key in names}
+    common = {key: values[0] if len({*values}) == 1 else None for key, values in known.items()}
+    endings = Counter(ending(status) for status in known["status"])
+    counts = [f"{count} {kind}" for kind, count in endings.items()]
+    every = scores(row, "dice").get(MEAN, NO_SCORE)
     numbers = {
-        "status": _status(row),
-        "parameters": common("parameters"),
-        "peak_predicted_bytes": max(known("peak_predicted_bytes"), default=None),
-        "peak_measured_bytes": max(known("peak_measured_bytes"), default=None),
-        "measured_kind": common("measured_kind"),
-        "error_bytes": max(known("error_bytes"), key=abs, default=None),
-        "steps_done": min(known("steps_done"), default=None),
-        "step_median_s": median(seconds) if seconds else None,
+        "status": ", ".join(counts) if len(counts) > 1 else next(iter(endings)),
+        "parameters": common["parameters"],
+        "peak_predicted_bytes": max(known["peak_predicted_bytes"], default=None),
+        "peak_measured_bytes": max(known["peak_measured_bytes"], default=None),
+        "measured_kind": common["measured_kind"],
+        "error_bytes": max(known["error_bytes"], key=abs, default=None),
+        "steps_done": min(known["steps_done"], default=None),
+        "step_median_s": median(known["step_median_s"]) if known["step_median_s"] else None,
         "dice_mean": every.mean,
-        "dice_grid": common("dice_grid"),
-        "labelled_share": mean_of(known("labelled_share")),
+        "dice_grid": common["dice_grid"],
+        "labelled_share": mean_of(known["labelled_share"]),
         "dice_sd": every.sd,
         "dice_pooled": every.pooled,
         "dice_pooled_sd": every.pooled_sd,
         "folds": row.scored,
         "cases": len(row.scores),
     }
-    of_plans = dict.fromkeys(key for run in row.folds for key in run.numbers if key.startswith("plan_") and known(key))
-    numbers |= {key: max(known(key), key=abs) for key in of_plans}
+    numbers |= {key: max(known[key], key=abs) for key in names if key.startswith("plan_") and known[key]}
     for metric in METRICS:
         for name, score in scores(row, metric).items():
             if name == MEAN:
@@ -148,14 +142,6 @@ def _numbers(row: ComparedRun) -> dict[str, Any]:
             if metric == "hd95_mm":  # a case that misses a class has none
                 numbers[f"{metric}_cases/{name}"] = len(score.cases)
     return numbers
-
-
-def _status(row: ComparedRun) -> str:
-    """Return `done`, or how many runs ended how, `2 done, 1 failed`."""
-    counts = Counter(ending(run.numbers["status"]) for run in row.folds)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def scores(row: ComparedRun, metric: str) -> dict[str, Score]:
@@ -196,25 +182,23 @@ def spread(metric: str, mean: float | None, sd: float | None) -> str:
     return f"{shown(metric, mean)}±{shown(metric, sd)}"
 
 
-def table(rows: Sequence[ComparedRun], keys: Sequence[str], heads: Sequence[str]) -> Table:
-    """Return the Dice of each method, by class; `keys` are the options in which they differ, `heads` their titles."""
+def table(rows: Sequence[ComparedRun], keys: Sequence[str]) -> Table:
+    """Return the Dice of each cross-validated method, by class; `keys` are the options in which methods differ.
+
+    It has no rows where no method has scores, as where runs only predict.
+    """
     by_method = [(row, scores(row, "dice")) for row in rows if row.folds]
     names = list(dict.fromkeys(name for _, of_classes in by_method for name in of_classes))[:MOST_COLUMNS]
-    nothing = _score((), {})
     body = []
-    for row, of_classes in by_method:
-        every = of_classes.get(MEAN, nothing)
-        known = [of_classes.get(name, nothing) for name in names]
+    for row, of_classes in by_method if names else ():
+        every = of_classes.get(MEAN, NO_SCORE)
+        known = [of_classes.get(name, NO_SCORE) for name in names]
         settings = [row.settings.get(key, "") for key in keys]
+        count = len(row.folds)
+        scored = sum(bool(run.scores) for run in row.folds)
+        folds = str(count) if count == scored else f"{scored}/{count}"
         pooled = spread("dice", every.pooled, every.pooled_sd)
         means = [spread("dice", score.mean, score.sd) for score in known]
-        body.append([row.name, *settings, _fold_count(row), str(len(row.scores)), pooled, *means])
+        body.append([row.name, *settings, folds, str(len(row.scores)), pooled, *means])
     classes = [name or MEAN_OF_CLASSES for name in names]
-    return Table(["run", *heads, "folds", "cases", "pooled", *classes], body)
-
-
-def _fold_count(row: ComparedRun) -> str:
-    """Return the number of folds; where some have no scores, `2/3`."""
-    count = len(row.folds)
-    scored = sum(bool(run.scores) for run in row.folds)
-    return str(count) if count == scored else f"{scored}/{count}"
+    return Table(["run", *short(keys), "folds", "cases", "pooled", *classes], body)

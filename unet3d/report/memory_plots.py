@@ -84,21 +84,27 @@ def phase_plot(entry: Entry, path: Path) -> None:
 
 def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path: Path) -> None:
     """Draw live bytes by category over one step's events: `breakdown.timeline_rows`; `start` is before the first."""
-    changes = np.zeros((len(KINDS), len(rows) + 1), np.int64)
-    changes[:, 0] = [start.get(kind, 0) for kind in KINDS]
-    row_of = {kind: index for index, kind in enumerate(KINDS)}
+    changes = {kind: np.zeros(len(rows) + 1, np.int64) for kind in KINDS}
+    for kind, of_kind in changes.items():
+        of_kind[0] = start.get(kind, 0)
     for event, row in enumerate(rows, start=1):
-        changes[row_of[row.category], event] = row.change_bytes
+        changes[row.category][event] = row.change_bytes
+    sizes_of = np.cumsum(list(changes.values()), axis=1)
     figure = blank(WIDTH, 4.4)
     axes = figure.subplots()
     is_long = len(rows) > MOST_EVENTS
-    for name, colour, sizes, below in _stack(changes.cumsum(axis=1)):
+    for name, colour, sizes, below in _stack(sizes_of):
         edges = (range(len(sizes)), below, below + sizes)
         axes.fill_between(*edges, step="post", color=colour, linewidth=0, label=name, rasterized=is_long)
-    alive = changes.sum(axis=0).cumsum()
+    alive = sizes_of.sum(axis=0)
     event = int(alive.argmax())
     peak = alive.max() / MIB
-    _mark_peak(axes, event, peak, rows)
+    text = f"{peak:,.1f} MiB"
+    if event:
+        text += f", {rows[event - 1].module}"  # the layer that reaches it
+    side = "left" if event < 0.25 * len(rows) else "right" if event > 0.75 * len(rows) else "center"
+    axes.plot(event, peak, "v", color="black", markersize=5)
+    axes.annotate(text, (event, peak), (0, 6), textcoords="offset points", ha=side, fontsize=9)
     axes.set(
         xlim=(0, len(rows)),
         ylim=(0, 1.25 * peak),  # with room above for the names of the phases
@@ -108,16 +114,6 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
     )
     _bands(axes, [phase_name(row.phase) for row in rows], 0.0, WIDTH)
     finish(figure, path)
-
-
-def _mark_peak(axes: "Axes", event: int, peak: float, rows: Sequence["TimelineRow"]) -> None:
-    """Mark the peak of a timeline with its MiB and the layer that reaches it."""
-    text = f"{peak:,.1f} MiB"
-    if event:
-        text += f", {rows[event - 1].module}"
-    side = "left" if event < 0.25 * len(rows) else "right" if event > 0.75 * len(rows) else "center"
-    axes.plot(event, peak, "v", color="black", markersize=5)
-    axes.annotate(text, (event, peak), (0, 6), textcoords="offset points", ha=side, fontsize=9)
 
 
 def peak_curves(panels: Sequence[tuple[str, Series]], path: Path) -> None:
@@ -189,7 +185,7 @@ def _stack(sizes: "ArrayLike") -> Iterator[Part]:
 def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> None:
     """Shade stretches of equal keys, one unit of x per key, and name the wide ones; `width` in inches: the figure's."""
     axes_width = width - 1  # inches; the rest is left of the axes
-    letters_per_key = axes_width / (LETTER * 8 / 9) / max(len(keys), 1)
+    letters_per_key = axes_width / (LETTER * 8 / 9) / len(keys)
     for index, (key, same) in enumerate(groupby(keys)):
         end = start + len(list(same))
         room = int((end - start) * letters_per_key)
@@ -210,7 +206,7 @@ def finish(figure: "Figure", path: Path) -> None:
 
     handles = {plain(label): handle for label, handle in handles_of(figure.axes).items()}
     labels = sorted(handles, key=lambda label: getattr(handles[label], "zorder", 0))
-    columns = _legend_columns(labels, figure.get_figwidth())
+    columns = max(1, int(figure.get_figwidth() / (LETTER * max(map(len, labels), default=1) + 0.6)))
     drawn = [handles[label] for label in labels]
     figure.legend(drawn, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axes in figure.axes:
@@ -219,14 +215,3 @@ def finish(figure: "Figure", path: Path) -> None:
             if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not of names
                 axis.set_major_formatter("{x:,.10g}")
     save_picture(figure, path)
-
-
-def _legend_columns(labels: Sequence[str], width: float) -> int:
-    """Return the largest number of columns of a legend that fits into `width` inches; at least one."""
-    most = 1
-    for count in range(1, len(labels) + 1):
-        columns = np.array_split(np.array(labels), count)
-        longest = [max(len(label) for label in column) for column in columns]
-        if sum(LETTER * letters + 0.6 for letters in longest) < width:
-            most = count
-    return most

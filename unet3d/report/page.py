@@ -21,12 +21,7 @@ class Picture(NamedTuple):
 
     data: str  # base64
     about: str  # for those who cannot see it
-    width: int  # pixels on the page
-
-    @property
-    def least_width(self) -> int:
-        """Return the width in pixels at which letters are still legible: below it, the picture scrolls."""
-        return self.width * 2 // 3
+    width: int  # pixels on the page; at two thirds of it letters are still legible: below, the picture scrolls
 
 
 def read_picture(path: Path, about: str) -> Picture | None:
@@ -37,11 +32,7 @@ def read_picture(path: Path, about: str) -> Picture | None:
     if not content.startswith(PNG):
         return None
     pixels = int.from_bytes(content[16:20], "big")  # at 150 per inch; 100 on the page
-    return Picture(
-        data=base64.b64encode(content).decode(),
-        about=about,
-        width=min(pixels * 2 // 3, MAX_WIDTH),
-    )
+    return Picture(base64.b64encode(content).decode(), about, min(pixels * 2 // 3, MAX_WIDTH))
 
 
 def render(template: str, **values: Any) -> str:

@@ -68,14 +68,11 @@ def save_picture(figure: "Figure", path: Path, strategy: int = zlib.Z_DEFAULT_ST
     assert layout is not None
     layout.execute(figure)
     figure.set_layout_engine(None)  # it is laid out: once for both files, which would else be drawn three times more
-    formats: list[tuple[str, dict[str, Any]]] = [
-        (".svg", {"metadata": {"Date": None}}),
-        (path.suffix, {"pil_kwargs": {"compress_type": strategy}}),  # last: where the PNG is, the SVG is, too
-    ]
     with matplotlib.rc_context({"svg.hashsalt": "unet3d"}):
-        for suffix, arguments in formats:
-            with replacing(path.with_suffix(suffix)) as file:
-                figure.savefig(file, format=suffix[1:], **arguments)
+        with replacing(path.with_suffix(".svg")) as file:
+            figure.savefig(file, format="svg", metadata={"Date": None})
+        with replacing(path) as file:  # last: where the PNG is, the SVG is, too
+            figure.savefig(file, format=path.suffix[1:], pil_kwargs={"compress_type": strategy})
 
 
 def remove_picture(path: Path) -> None:
@@ -92,16 +89,23 @@ def panel(axes: "Axes", grid: Literal["", "x", "y", "both"] = "") -> None:
         axes.set_axisbelow(True)
 
 
-def beside(axes: "Axes", handles: Mapping[str, Any]) -> None:
-    """Draw a legend of handles by their labels to the right of the axes."""
-    axes.legend(
-        handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1.02, 1.02), frameon=False, fontsize=9
-    )
+def legended(width: float, height: float, labels: Sequence[str]) -> "Figure":
+    """Return an empty figure for panels of these inches, with room for a legend of these labels to their right."""
+    longest = max(map(len, labels))
+    return blank(width + LETTER * longest + 0.6, max(height, LINE * len(labels) + 1.4))
 
 
-def handles_of(all_axes: Iterable["Axes"]) -> dict[str, Any]:
+def beside(panels: Sequence["Axes"], labels: Iterable[str]) -> None:
+    """Draw a legend to the right of the last panel, in the order of the labels, of those that any panel has drawn."""
+    handles = handles_of(panels)
+    drawn = [label for label in dict.fromkeys(labels) if label in handles]
+    places: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.02)}
+    panels[-1].legend([handles[label] for label in drawn], drawn, frameon=False, fontsize=9, **places)
+
+
+def handles_of(panels: Iterable["Axes"]) -> dict[str, Any]:
     """Return what a legend names, by label: of equal labels the last."""
-    return {label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    return {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
 
 
 def colours(count: int) -> list[Any]:
@@ -121,9 +125,8 @@ def plain(text: str) -> str:
 
 def short_name(name: str) -> str:
     """Return a class's name for a legend."""
-    if len(name) > NAME_LETTERS:
-        name = shorten(name.replace("_", " "), NAME_LETTERS, placeholder="...")
-    return plain(name)
+    is_long = len(name) > NAME_LETTERS
+    return plain(shorten(name.replace("_", " "), NAME_LETTERS, placeholder="...") if is_long else name)
 
 
 def short_label(label: str) -> str:
@@ -137,23 +140,23 @@ def training_curves(records: Sequence[Values], path: Path) -> None:
     Loss of training and of validations; Dice per class and their mean; below them learning rate, gradient norm, seconds
     per step.
     """
-    names = dict.fromkeys(key for record in records for key in record if key.startswith("val/dice"))
-    dice = {name: series(records, name) for name in names}
-    below = {key: series(records, key) for key in SMALL_PANELS if any(key in record for record in records)}
+    keys = dict.fromkeys(key for record in records for key in record)
+    dice = {key: series(records, key) for key in keys if key.startswith("val/dice")}
+    below = {key: series(records, key) for key in SMALL_PANELS if key in keys}
     best = best_of(records).get("step")
     legend_columns = len(dice) // LEGEND_ROWS + 1
     width = 8.0 + 2.2 * legend_columns if dice else 9.6 if below else 5.0
     figure = blank(width, 6.0 if below else 3.6)
     ratios = [3, 2] if below else [3]
     rows = figure.subfigures(len(ratios), 1, squeeze=False, height_ratios=ratios)[:, 0]
-    first, *others = rows[0].subplots(1, 2 if dice else 1, squeeze=False, sharex=True)[0]
-    _draw_loss(first, series(records, "train/loss"), series(records, "val/loss"), best)
-    for axes in others:
-        _draw_dice(axes, dice, legend_columns, best)
-    small = rows[-1].subplots(1, len(below), squeeze=False)[0] if below else ()
-    for axes, (key, (steps, values)) in zip(small, below.items(), strict=True):
-        _draw_small(axes, SMALL_PANELS[key], steps, values)
-    for axes in (first, *others, *small):
+    panels = list(rows[0].subplots(1, 2 if dice else 1, squeeze=False, sharex=True)[0])
+    _draw_loss(panels[0], series(records, "train/loss"), series(records, "val/loss"), best)
+    if dice:
+        _draw_dice(panels[1], dice, legend_columns, best)
+    for place, (key, (steps, values)) in enumerate(below.items(), start=1):
+        panels.append(rows[-1].add_subplot(1, len(below), place))
+        _draw_small(panels[-1], SMALL_PANELS[key], steps, values)
+    for axes in panels:
         over_steps(axes)
     save_picture(figure, path)
 
@@ -174,13 +177,9 @@ def marker_of(steps: Array, shape: str = "o") -> str:
 
 def series(records: Sequence[Values], key: str) -> Curve:
     """Return steps and values of the records that have the key; the strings "nan" and "inf" become numbers."""
-    steps = []
-    values = []
-    for record in records:
-        value = as_number(record.get(key))
-        if value is not None:
-            steps.append(record["step"])
-            values.append(value)
+    numbers = [(record["step"], as_number(record.get(key))) for record in records]
+    known = [(step, value) for step, value in numbers if value is not None]
+    steps, values = zip(*known, strict=True) if known else ((), ())
     return np.array(steps), np.array(values, float)
 
 

@@ -86,8 +86,13 @@ def chosen(rows: Iterable[CaseRow]) -> dict[str, CaseDice]:
 def dice_by_class(rows: Sequence[CaseRow]) -> dict[str, list[float]]:
     """Return the Dice of all cases that have one, by class."""
     dice = [by_class(row, "dice") for row in rows]
-    names = [str(key).removeprefix("dice/") for key in (rows[0] if rows else ()) if str(key).startswith("dice/")]
+    names = [key.removeprefix("dice/") for key in _keys(rows, "dice")]
     return {name: [case[name] for case in dice if name in case] for name in names}
+
+
+def _keys(rows: Sequence[CaseRow], metric: str) -> list[str]:
+    """Return the columns `metric/class` of scores.csv."""
+    return [str(key) for key in (rows[0] if rows else ()) if str(key).startswith(f"{metric}/")]
 
 
 def case_table(rows: Sequence[CaseRow]) -> Table:
@@ -95,8 +100,7 @@ def case_table(rows: Sequence[CaseRow]) -> Table:
 
     Of many cases these are the worst.
     """
-    keys = [(metric, str(key)) for metric in METRICS for key in (rows[0] if rows else ()) if _metric(key) == metric]
-    keys = keys[:MOST_COLUMNS]
+    keys = [(metric, key) for metric in METRICS for key in _keys(rows, metric)][:MOST_COLUMNS]
     heads = [f"{METRICS[metric][0]} {key.partition('/')[2]}" for metric, key in keys]
     rows_of = {row.get("case", ""): row for row in rows}
     cells = []
@@ -106,10 +110,6 @@ def case_table(rows: Sequence[CaseRow]) -> Table:
     return Table(["case", "Dice, mean of classes", *heads], cells)
 
 
-def _metric(key: object) -> str:
-    return str(key).partition("/")[0]
-
-
 def shown(metric: str, value: Any) -> str:
     """Return a score as text; "n/a" for None."""
     return "n/a" if value is None else f"{value:,.{METRICS[metric][1]}f}"
@@ -117,70 +117,55 @@ def shown(metric: str, value: Any) -> str:
 
 def score_title(run: RunRecord, what: str = SCORES_TITLE) -> str:
     """Return the title of a table of scores: which weights, whether they are also the best, and on which grid."""
-    parts = [what]
-    if run.last_validation:
-        parts.append(_weights(run))
-        if run.has_own_grids:
-            parts.append(OWN_GRIDS)
-        elif run.spacing:
-            parts.append(f"at {run.spacing}")
-    return ", ".join(parts)
-
-
-def _weights(run: RunRecord) -> str:
-    """Return which weights the last validation scored."""
+    if not run.last_validation:
+        return what
     step = run.last_validation["step"]
-    optim = run.settings.get("optim")
     weights = "last checkpoint" if step == run.last_step else "checkpoint"
-    if isinstance(optim, dict) and optim.get("average") is not None:
+    if run.settings.get("optim", {}).get("average") is not None:
         weights = "average of the weights"
     also = "; also the best" if run.best_validation.get("step") == step else ""
-    return f"{weights} (step {step}{also})"
+    grid = f", {OWN_GRIDS}" if run.has_own_grids else f", at {run.spacing}" if run.spacing else ""
+    return f"{what}, {weights} (step {step}{also}){grid}"
 
 
 def score_table(run: RunRecord) -> Table:
     """Return one row per class, means over the cases of scores.csv, else of the last validation; and their mean."""
     if run.scores:
-        return _means(_columns(run), counts_cases=True)
-    return _means({key: [value] for key, value in run.last_validation.items()})
+        return _means(run.scores, counts_cases=True)
+    return _means([run.last_validation], "val/")
 
 
-def network_scores(run: RunRecord) -> tuple[str, Table]:
-    """Return title and scores on the network's grid, of a run with others on the files' grids."""
-    columns = {key.removeprefix(NETWORK): cells for key, cells in _columns(run).items() if key.startswith(NETWORK)}
-    spacing = f", {run.spacing}" if run.spacing else ""
-    return f"The same on the network's grid{spacing}", _means(columns, counts_cases=True)
+def other_scores(run: RunRecord) -> list[tuple[str, Table]]:
+    """Return titles and scores on the network's grid, where the files have others, and of the best weights.
 
-
-def best_scores(run: RunRecord) -> tuple[str, Table] | None:
-    """Return title and scores of the best weights, from their validation; None if they are the last, or without any."""
+    The best weights are scored by their validation, and left out where they are the last.
+    """
+    tables = []
+    if run.has_own_grids:
+        grid = f", {run.spacing}" if run.spacing else ""
+        tables.append((f"The same on the network's grid{grid}", _means(run.scores, NETWORK, counts_cases=True)))
     best = run.best_validation
-    if not best or best["step"] == run.last_validation["step"]:
-        return None
-    where = ", checkpoints/best.pt" if (run.path / "checkpoints" / "best.pt").is_file() else ""
-    spacing = f", at {run.spacing}" if run.spacing else ""
-    title = f"Best checkpoint (step {best['step']}{where}){spacing}"
-    return title, _means({key: [value] for key, value in best.items()})
+    if best and best["step"] != run.last_validation["step"]:
+        where = ", checkpoints/best.pt" if (run.path / "checkpoints" / "best.pt").is_file() else ""
+        grid = f", at {run.spacing}" if run.spacing else ""
+        tables.append((f"Best checkpoint (step {best['step']}{where}){grid}", _means([best], "val/")))
+    return tables
 
 
-def _columns(run: RunRecord) -> dict[str, list[Any]]:
-    """Return the columns of scores.csv."""
-    return {str(key): [row.get(key) for row in run.scores] for key in run.scores[0]}
-
-
-def _means(columns: Mapping[str, Sequence[Any]], counts_cases: bool = False) -> Table:
-    """Return means of columns `metric/class` or `val/metric/class`, one row per class.
+def _means(rows: Sequence[Mapping[str, Any]], prefix: str = "", counts_cases: bool = False) -> Table:
+    """Return the means of columns `prefix + metric/class`, one row per class.
 
     In brackets stands how many cases have an HD95, unless all have one.
     """
-    scores = {}
-    for key, cells in columns.items():
-        numbers = map(finite, cells)
-        scores[key.removeprefix("val/")] = [number for number in numbers if number is not None]
+    scores: dict[str, list[float]] = {}
+    for key in map(str, rows[0]):
+        if key.startswith(prefix):
+            numbers = [finite(row.get(key)) for row in rows]
+            scores[key.removeprefix(prefix)] = [number for number in numbers if number is not None]
     classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
     metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
     means = []
-    rows = []
+    table = []
     for name in classes:
         means.append([mean_of(scores.get(f"{metric}/{name}", ())) for metric in metrics])
         row = [name, *map(shown, metrics, means[-1])]
@@ -190,9 +175,9 @@ def _means(columns: Mapping[str, Sequence[Any]], counts_cases: bool = False) -> 
             if 0 < distances != cases:
                 row[-1] += f" ({distances})"
             row.append(str(cases))
-        rows.append(row)
+        table.append(row)
     if len(classes) > 1:
         of_classes = map(mean_of, zip(*means, strict=True))
-        rows.append([MEAN_OF_CLASSES, *map(shown, metrics, of_classes), *([""] if counts_cases else [])])
+        table.append([MEAN_OF_CLASSES, *map(shown, metrics, of_classes), *([""] if counts_cases else [])])
     heads = ["class", *(METRICS[metric][0] for metric in metrics), *(["cases"] if counts_cases else [])]
-    return Table(heads, rows)
+    return Table(heads, table)

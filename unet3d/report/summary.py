@@ -1,24 +1,26 @@
 """A run in a few sentences and numbers, for its page and for the closing lines on the terminal.
 
-The receipt is of a run that kept a plan: what was planned beside what was measured, and both errors.
+The receipt is of a run that kept a plan: what was planned beside what was measured, and both errors. The paragraph for
+the methods section of a paper is templates/methods.txt; the schema says `untold=` of the options that it does not tell.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from unet3d.base.errors import escaped
+from unet3d.base.errors import UserError, escaped
 from unet3d.base.terminal import NARROW, paper, terminal_table
 from unet3d.base.types import Table, mib
-from unet3d.config.schema import options_with
+from unet3d.config import compose
+from unet3d.config.schema import LOSSES, options_with
 from unet3d.memory import tables
-from unet3d.report.methods import TITLE as METHODS
-from unet3d.report.methods import methods_paragraph
-from unet3d.report.scores import best_scores, network_scores, score_table, score_title, shown
+from unet3d.report.page import render
+from unet3d.report.scores import other_scores, score_table, score_title, shown
 from unet3d.run.record import RunRecord, numbers_of
 from unet3d.run.run_folder import as_number
 
+METHODS = "For a methods section"
 RECEIPT = "Receipt: plan against run (planned minus measured)"
 FILES = ("report.html", "scores.csv", "metrics.csv", "memory.json", "checkpoints/best.pt", "figures", "predictions")
 
@@ -27,9 +29,6 @@ def print_summary(run: RunRecord) -> None:
     """Print scores per class, peak memory per phase and where the files are, for terminals and plain files alike."""
     console = paper(NARROW)
     print_scores(run, score_title(run))
-    best = best_scores(run)
-    if best is not None:
-        console.print(terminal_table(*best))
     if run.memory:
         entry = run.memory_entry
         title = f"Memory of a step, {run.memory_kind} ({entry['kind']})"
@@ -39,7 +38,7 @@ def print_summary(run: RunRecord) -> None:
             if sentence:
                 console.print(escaped(sentence))
     of_plan = receipt(run.memory, run.records)
-    if of_plan is not None:
+    if of_plan.rows:
         console.print(terminal_table(RECEIPT, of_plan))
         if changes(run.memory):
             console.print(escaped(changes(run.memory)), soft_wrap=True)
@@ -63,8 +62,8 @@ def print_scores(run: RunRecord, title: str) -> None:
     scores = score_table(run)
     if scores.rows:
         console.print(terminal_table(title, scores))
-    if run.has_own_grids:
-        console.print(terminal_table(*network_scores(run)))
+    for other in other_scores(run):
+        console.print(terminal_table(*other))
 
 
 def what_ran(run: RunRecord) -> str:
@@ -149,21 +148,13 @@ class Promise(NamedTuple):
 
     name: str  # with its unit
     key: str  # in compare.csv
-    planned: float | None
+    planned: float
     measured: float | None
 
     @property
     def error(self) -> float | None:
         """Return planned minus measured, as a share of what was measured."""
-        if self.planned is None or not self.measured:
-            return None
-        return self.planned / self.measured - 1
-
-    def text(self, value: float | None) -> str:
-        """Return one of its numbers for people."""
-        if value is None:
-            return ""
-        return mib(value) if self.name.endswith("(MiB)") else f"{value:,.3g}"
+        return self.planned / self.measured - 1 if self.measured else None
 
 
 def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,11 +162,8 @@ def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: M
 
     `values` are the run's options by their dotted names.
     """
-    changed = []
-    for name, value in options.items():
-        changes_the_run = name != "budget" and options_with("untold").get(name) != "place"
-        if changes_the_run and values.get(name) != value:
-            changed.append(name)
+    of_no_run = {"budget", *(name for name, why in options_with("untold").items() if why == "place")}
+    changed = [name for name, value in options.items() if name not in of_no_run and values.get(name) != value]
     return {**promise, "changed": changed}
 
 
@@ -192,24 +180,24 @@ def promises(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
     if not options_with("pace").keys().isdisjoint(_changed(memory)):
         planned["seconds"] = None
     tensors = measured.get("ledger", measured).get("peak_bytes")
-    rows = [Promise("peak of tensors (MiB)", "tensors", planned.get("peak_bytes"), tensors)]
+    rows = [("peak of tensors (MiB)", "tensors", planned.get("peak_bytes"), tensors)]
     if "ledger" in measured:
-        allocated = measured.get("peak_bytes")
         reserved = as_number(measured.get("reserved_bytes"))
-        rows.append(Promise("peak allocated (MiB)", "allocated", planned.get("allocated_bytes"), allocated))
-        rows.append(Promise("peak reserved (MiB)", "reserved", planned.get("reserved_bytes"), reserved))
-    rows.append(Promise("step (s)", "step", planned.get("step_s"), median(steps) if steps else None))
-    rows.append(Promise("steps and validations (s)", "seconds", planned.get("seconds"), total or None))
-    return [row for row in rows if row.planned is not None]
+        rows.append(("peak allocated (MiB)", "allocated", planned.get("allocated_bytes"), measured.get("peak_bytes")))
+        rows.append(("peak reserved (MiB)", "reserved", planned.get("reserved_bytes"), reserved))
+    rows.append(("step (s)", "step", planned.get("step_s"), median(steps) if steps else None))
+    rows.append(("steps and validations (s)", "seconds", planned.get("seconds"), total or None))
+    return [Promise(name, key, number, found) for name, key, number, found in rows if number is not None]
 
 
-def receipt(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Return the receipt as a table; None without a plan."""
+def receipt(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the receipt as a table, without rows where there was no plan."""
     rows = []
     for row in promises(memory, records):
-        error = "" if row.error is None else f"{row.error:+.1%}"
-        rows.append([row.name, row.text(row.planned), row.text(row.measured), error])
-    return Table(["of a step, and in all", "planned", "measured", "error"], rows) if rows else None
+        as_text = mib if row.name.endswith("(MiB)") else "{:,.3g}".format
+        measured = "" if row.measured is None else as_text(row.measured)
+        rows.append([row.name, as_text(row.planned), measured, "" if row.error is None else f"{row.error:+.1%}"])
+    return Table(["of a step, and in all", "planned", "measured", "error"], rows)
 
 
 def changes(memory: Mapping[str, Any]) -> str:
@@ -230,3 +218,46 @@ def compared_numbers(memory: Mapping[str, Any], records: Sequence[Mapping[str, A
         numbers[f"plan_{row.key}"] = row.planned
         numbers[f"plan_{row.key}_error"] = row.error
     return numbers
+
+
+def methods_paragraph(run: RunRecord) -> str:
+    """Return a run as one paragraph for a paper; "" for a folder without a whole config, or of no training."""
+    if not {"model", "data", "optim", "steps", "batch"} <= run.settings.keys() or run.last_step is None:
+        return ""
+    try:
+        config = compose.from_plain(run.settings)
+    except UserError:
+        return ""
+    return render(
+        "methods.txt",
+        c=config,
+        run=run,
+        channels=config.model.in_channels or len(run.data.get("channels", ())),
+        outputs=config.model.classes or len(run.data.get("classes", ())),
+        init_name=Path(config.init or "").name,
+        labels_of=labels_of,
+        listed=listed,
+        sizes=sizes,
+        mib=mib,
+        LOSSES=LOSSES,
+    )
+
+
+def listed(items: Iterable[Any], as_text: Callable[[Any], str] = str) -> str:
+    """Return `a`, `a and b`, `a, b and c`."""
+    *others, last = map(as_text, items)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def sizes(value: object, between: str = "x") -> str:
+    """Return sizes of all levels, `3`, `3x3x3`, or of each, `3x3x1 3x3x3`."""
+    if not isinstance(value, list):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    if any(isinstance(item, list) for item in value):
+        return " ".join(map(sizes, value))
+    return between.join(map(sizes, value))
+
+
+def labels_of(labels: Any) -> str:
+    """Return `label 1`, `labels 1 and 2`."""
+    return f"labels {listed(labels)}" if isinstance(labels, list) and len(labels) > 1 else f"label {sizes(labels)}"

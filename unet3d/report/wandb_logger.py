@@ -17,6 +17,7 @@ from unet3d.run.run_folder import read_records
 
 STEP = "trainer/step"
 DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
+NOT_FINITE = ("nan", "inf", "-inf")
 SWEEP_FILE = "multirun.yaml"  # Hydra writes it into the folder of a sweep
 QUIET: dict[str, Any] = {  # wandb.Settings of every run
     "silent": True,
@@ -68,7 +69,9 @@ class WandbLogger:
         self._run.define_metric("*", step_metric=STEP, summary="none")  # the summary holds what `summary` gets
         if config.resume is not None and (earlier is None or self._run.id != earlier):
             for record in read_records(folder / "metrics.jsonl"):
-                self.scalars({key: _number(value) for key, value in record.items() if key != "step"}, record["step"])
+                # JSON's text of a number that is not finite is that number again
+                numbers = {key: float(text) if text in NOT_FINITE else text for key, text in record.items()}
+                self.scalars(numbers, int(numbers.pop("step")))
 
     def _start(self, mode: str, config: Config, folder: Path, earlier: str | None) -> Any:
         """Return the wandb run, which continues the `earlier` one if it is online; offline if online fails."""
@@ -166,31 +169,29 @@ def _last_online_id(folder: Path) -> str | None:
     return None if last.startswith("offline-") else last.rpartition("-")[2]
 
 
-def _number(value: Any) -> Any:
-    """Return a value of metrics.jsonl, where JSON's text of a number that is not finite is that number again."""
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
 def identity(options: Wandb, folder: Path) -> dict[str, Any]:
     """Return the names of a run, as `wandb.init` takes them; None leaves one to wandb's environment variables.
 
     By default its name is the run folder's, and its group the folder of the sweep that it belongs to.
     """
     folder = folder.resolve()
-    name = folder.name
+    name: str | None = folder.name
     group = None
     if (folder.parent / SWEEP_FILE).is_file():  # a job of a sweep
         name = f"{folder.parent.name}-{folder.name}"
         group = folder.parent.name
     if (folder / SWEEP_FILE).is_file():  # the comparison at a sweep's end
         group = name
+    if os.environ.get("WANDB_NAME"):
+        name = None
+    if os.environ.get("WANDB_RUN_GROUP"):
+        group = None
     project = os.environ.get("WANDB_PROJECT") if options.project == Wandb().project else None
     return {
         "project": project or options.project,
         "entity": options.entity,
-        "name": options.name or (None if os.environ.get("WANDB_NAME") else name[-FACTS["wandb.name"]["letters"] :]),
-        "group": options.group
-        or (None if os.environ.get("WANDB_RUN_GROUP") else group and group[-FACTS["wandb.group"]["letters"] :]),
+        "name": options.name or (name and name[-FACTS["wandb.name"]["letters"] :]),
+        "group": options.group or (group and group[-FACTS["wandb.group"]["letters"] :]),
         "job_type": options.job_type,
         "tags": options.tags or None,
         "notes": options.notes,
@@ -216,7 +217,5 @@ def without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 def is_path(value: object) -> bool:
     """Return whether a value is, or looks like, a path, or is a list with one."""
     if isinstance(value, list | tuple):
-        return any(is_path(item) for item in value)
-    if isinstance(value, os.PathLike):
-        return True
-    return isinstance(value, str) and ("/" in value or "\\" in value)
+        return any(map(is_path, value))
+    return isinstance(value, os.PathLike) or (isinstance(value, str) and ("/" in value or "\\" in value))

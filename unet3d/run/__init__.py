@@ -2,8 +2,7 @@
 
 In reading order:
 
-    job                 one training from its config to its report
-    open_run            build all parts of a run, from its config and data
+    job                 one training from its config to its report: builds all parts of a run
     run                 train, validate, save, stop in good order, finish
     validation          score held-out cases, within a run on all ranks; label maps and their pictures
     training_state      what checkpoints hold, which are kept; what a resumed run compares, and how it goes on
@@ -13,5 +12,5 @@ In reading order:
     predicted_files     which files are cases; predictions.jsonl: which network wrote which label map
     publish             checkpoints for others: published, scored
     cross_validation    the tables of a cross-validation, and its networks as one
-    run_folder          a run folder's files, which `record` reads for a report; `environment`: env.json
+    run_folder          a run folder's files, which `record` reads for a report
 """

@@ -47,11 +47,6 @@ class TrainedNetworks:
         """Return the regions that the networks predict; None where their classes exclude each other."""
         return self.config.model.output_regions
 
-    @property
-    def label_count(self) -> int:
-        """Return the number of labels in their label maps, background with them."""
-        return len(self.classes) if self.regions is None else self.regions.label_count
-
     def digest(self) -> str:
         """Return a digest of all that a label map follows from, but for options of inference."""
         data = self.config.data
@@ -113,33 +108,26 @@ class Checkpoint:
 
     def networks(self) -> TrainedNetworks:
         """Return the checked networks. Raises CheckpointError for anything but plain values of the right types."""
+        state = self.state
         try:
-            return self._networks()
+            config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
+            first = dict(state["model"]) | dict(state["average"])
+            # The others, their splits and the largest components are only in published files.
+            trained = TrainedNetworks(
+                path=self.path,
+                config=config,
+                classes=tuple(state["classes"]),
+                channels=tuple(state["channels"]),
+                intensity=tuple(checked_intensity(rule) for rule in state["intensity"]),
+                step=state["step"],
+                weights=[first, *(dict(weights) for weights in state.get("others", []))],
+                splits=[dict(split) for split in state.get("splits", [split_of(config.data)])],
+                largest=tuple(state.get("largest", ())),
+                seen=None if state["seen"] is None else Seen.read(state["seen"], len(state["channels"])),
+            )
+            _refuse_contradictions(trained)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path}: not a checkpoint of a run ({error})") from error
-
-    def _networks(self) -> TrainedNetworks:
-        state = self.state
-        config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
-        first = dict(state["model"]) | dict(state["average"])
-        # The next three are only in published files.
-        others = [dict(weights) for weights in state.get("others", [])]
-        splits = [dict(split) for split in state.get("splits", [split_of(config.data)])]
-        largest = tuple(state.get("largest", ()))
-        seen = state["seen"]
-        trained = TrainedNetworks(
-            path=self.path,
-            config=config,
-            classes=tuple(state["classes"]),
-            channels=tuple(state["channels"]),
-            intensity=tuple(checked_intensity(rule) for rule in state["intensity"]),
-            step=state["step"],
-            weights=[first, *others],
-            splits=splits,
-            largest=largest,
-            seen=None if seen is None else Seen.read(seen, len(state["channels"])),
-        )
-        _refuse_contradictions(trained)
         return trained
 
     def refuse_unsound_training(
@@ -164,7 +152,8 @@ class Checkpoint:
                 _is_like(on_cpu, torch.get_rng_state()) and _are_cuda_states(on_gpu, device)
                 for on_cpu, on_gpu in state["ranks"]
             ),
-            "scaler": _is_scaler_state(state["scaler"], scaler),
+            "scaler": state["scaler"].keys() == scaler.state_dict().keys()
+            and 0 < state["scaler"].get("scale", 1) < math.inf,
             "optimizer": _is_optimizer_state(state["optimizer"]["state"], step, optimizer, options),
             "threads": type(state["threads"]) is int,
         }
@@ -229,11 +218,6 @@ def _refuse_contradictions(trained: TrainedNetworks) -> None:
         raise ValueError("its post-processing is not of its classes")
     if type(trained.step) is not int or trained.step < 0:
         raise ValueError("its step is not a number of steps")
-
-
-def _is_scaler_state(state: Mapping[str, Any], scaler: torch.amp.GradScaler) -> bool:
-    has_its_keys = state.keys() == scaler.state_dict().keys()
-    return has_its_keys and 0 < state.get("scale", 1) < math.inf
 
 
 def _are_cuda_states(states: list[Any], device: torch.device) -> bool:

@@ -20,11 +20,9 @@ from unet3d.data.labels import written_values
 from unet3d.data.restore import largest_components
 from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
 from unet3d.report import fold_tables
-from unet3d.report.compare import not_comparable
-from unet3d.report.fold_tables import Method
-from unet3d.report.methods import TITLE as METHODS
-from unet3d.report.methods import listed
-from unet3d.report.scores import shown
+from unet3d.report.compare import not_comparable, print_tables
+from unet3d.report.compared_runs import ComparedRun
+from unet3d.report.summary import METHODS, listed
 from unet3d.run.publish import publish
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done
@@ -92,12 +90,15 @@ def component_gains(folders: Sequence[Path]) -> list[Gain]:
     if any(fold.dataset.classes != classes for fold in folds):
         raise UserError(f"{folders[0]}: the folds have different classes; compare those of one data set")
     pairs = [(fold, case) for fold in folds for case in fold.held_out]
-    scores = []
-    with progress.counting("removing components", len(pairs)) as counter:
-        for fold, case in pairs:
-            scores.append(_scores(fold, case))
-            counter.advance()
-    return [_gain(number, name, scores) for number, name in enumerate(classes) if number]
+    scores = [_scores(fold, case) for fold, case in progress.track(pairs, "removing components", len(pairs))]
+    gains = []
+    for number, name in enumerate(classes[1:], start=1):
+        before = [old.dice[number - 1] for old, _ in scores]
+        after = [new.dice[number - 1] for _, new in scores]
+        cases = sum(value is not None for value in before)
+        changed = sum(old != new for old, new in zip(before, after, strict=True))
+        gains.append(Gain(number, name, cases, changed, mean_of(before), mean_of(after)))
+    return gains
 
 
 def _scores(fold: Fold, case: Case) -> tuple[CaseScore, CaseScore]:
@@ -118,31 +119,13 @@ def _scores(fold: Fold, case: Case) -> tuple[CaseScore, CaseScore]:
     return before, score_case(case.id, cleaned, truth, count, spacing, dataset.ignore)
 
 
-def _gain(number: int, name: str, scores: Sequence[tuple[CaseScore, CaseScore]]) -> Gain:
-    index = number - 1
-    before = [old.dice[index] for old, _ in scores]
-    after = [new.dice[index] for _, new in scores]
-    return Gain(
-        number,
-        name,
-        cases=sum(value is not None for value in before),
-        changed=sum(old != new for old, new in zip(before, after, strict=True)),
-        before=mean_of(before),
-        after=mean_of(after),
-    )
-
-
 def gains_table(gains: Sequence[Gain]) -> Table:
     """Return one row per class as text."""
     rows = []
     for gain in gains:
-        means = [_shown(gain.before), _shown(gain.after)]
+        means = ["n/a" if mean is None else f"{mean:.{DIGITS}f}" for mean in (gain.before, gain.after)]
         rows.append([gain.name, str(gain.cases), str(gain.changed), *means, "yes" if gain.is_kept else "no"])
     return Table(list(HEADS), rows)
-
-
-def _shown(value: float | None) -> str:
-    return shown("dice", value) if value is None else f"{value:.{DIGITS}f}"
 
 
 def report(
@@ -165,37 +148,35 @@ def report(
     lines: list[str] = []
     if has_components or published is not None:
         for method in methods:
-            gains = component_gains([run.folder for run in method.row.folds])
+            gains = component_gains([run.folder for run in method.folds])
             if has_components and not gains:
                 raise UserError(f"--components: {method.name} predicts regions, which overlap; leave it out")
             of_method = f", {method.name}" if len(methods) > 1 else ""
             tables.append((f"{TITLE}{of_method}", gains_table(gains)))
-            lines += _for_methods_section(gains, of_method)
+            kept = [gain.name for gain in gains if gain.is_kept]
+            if kept:  # what the paragraph of one fold cannot have
+                which = f"only the largest connected component of {listed(kept)} was kept"
+                raised = "which raised the mean Dice of held-out cases"
+                lines.append(f"{METHODS}{of_method}: in the predictions, {which}, {raised}.")
     lines += [line for method in methods for line in fold_tables.problems(method)]
-    runs = [run for method in methods for run in method.row.folds]
+    runs = [run for method in methods for run in method.folds]
     lines += [f"not comparable: {line}" for line in not_comparable(runs)]
-    fold_tables.print_tables(tables, lines)
+    print_tables(tables, lines)
     written = []
     if out is not None:
         written.append(str(fold_tables.write_tables(methods, tables, lines, out)))
     if published is not None:
         (method,) = methods
         largest = [gain.number for gain in gains if gain.is_kept]
-        publish([run.folder / LAST for run in method.row.folds], published, model_path, largest)
-        written.append(_published(published, method, gains))
+        publish([run.folder / LAST for run in method.folds], published, model_path, largest)
+        size = published.stat().st_size / 1e6
+        names = ", ".join(gain.name for gain in gains if gain.is_kept) or "no class"
+        parts = f"{size:.1f} MB, {len(method.folds)} networks; the largest component alone of: {names}"
+        written.append(f"{published}: {parts}")
     return written
 
 
-def _for_methods_section(gains: Sequence[Gain], of_method: str) -> list[str]:
-    """Return the sentence on components for a paper, which the paragraph of one fold cannot have; [] without any."""
-    kept = [gain.name for gain in gains if gain.is_kept]
-    if not kept:
-        return []
-    which = f"only the largest connected component of {listed(kept)} was kept"
-    return [f"{METHODS}{of_method}: in the predictions, {which}, which raised the mean Dice of held-out cases."]
-
-
-def _refuse_publishing(methods: Sequence[Method], path: Path) -> None:
+def _refuse_publishing(methods: Sequence[ComparedRun], path: Path) -> None:
     """Raise UserError where these methods cannot be published as one file."""
     if len(methods) > 1:
         raise UserError(f"--publish {path}: there are {len(methods)} methods; give the folder of one")
@@ -204,9 +185,3 @@ def _refuse_publishing(methods: Sequence[Method], path: Path) -> None:
         raise UserError(f"--publish {path}: {problems[0]}; finish it first")
     if path.exists():
         raise UserError(f"{path}: is there already; give another file")
-
-
-def _published(path: Path, method: Method, gains: Sequence[Gain]) -> str:
-    kept = ", ".join(gain.name for gain in gains if gain.is_kept) or "no class"
-    size = path.stat().st_size / 1e6
-    return f"{path}: {size:.1f} MB, {len(method.row.folds)} networks; the largest component alone of: {kept}"

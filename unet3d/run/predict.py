@@ -21,14 +21,14 @@ from unet3d import build
 from unet3d.base.errors import UserError, warn
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.config import rules
-from unet3d.config.schema import LAYOUTS, Config, Model
+from unet3d.config.schema import Config, Data, Model
+from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid
-from unet3d.data.in_memory import ImageLike, Probabilities, are_paths, returned, temporary_case
 from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import region_words, written_values, written_words
-from unet3d.data.nifti import STRICT, ValidationRules
-from unet3d.data.restore import ProbabilityMaps, largest_components, save_labels, saving_scores, to_original
+from unet3d.data.nifti import ValidationRules
+from unet3d.data.restore import ImageLike, ProbabilityMaps, largest_components, saving_scores, to_original
 from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
@@ -46,14 +46,9 @@ class Segmenter:
 
     predictor: Predictor
     intensity: tuple[Intensity, ...]
-    spacing: list[float] | None  # mm, of the grid it was trained on; None: the file's own
-    rules: ValidationRules = STRICT
-    affine: str = "auto"  # data.affine of training: how headers are read
-    by_channel: bool = False  # files are of one channel each, and named so, even a single one
-    values: tuple[int, ...] | None = None  # of the classes, or regions' labels, in label maps; None: their numbers
-    written: str = ""  # these values and the classes' names, in words
+    options: Data  # of training: the grid, how headers are read, which value label maps have for a class
+    classes: tuple[str, ...] = ()  # their names, background first
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
-    kept: str = ""  # their names
     seen: Seen | None = None  # what the training cases were like
     origin: dict[str, Any] = field(default_factory=dict)  # a digest, and options that change label maps
 
@@ -63,15 +58,9 @@ class Segmenter:
         Raises UserError.
         """
         volume = self._read(case)
+        strips = self._strips(volume, case)
         save_prediction(
-            path,
-            self._strips(volume, case),
-            case,
-            self.spacing,
-            scores,
-            self.values,
-            regions=self.regions,
-            largest=self.largest,
+            path, strips, case, self.options.spacing, scores, self.values, regions=self.regions, largest=self.largest
         )
         return volume
 
@@ -80,21 +69,35 @@ class Segmenter:
         """Return the regions that the networks predict; None where their classes exclude each other."""
         return self.predictor.options.output_regions
 
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Return the value of each class, or of each label of regions, in label maps."""
+        count = self.predictor.options.classes if self.regions is None else self.regions.label_count
+        assert count is not None
+        return written_values(self.options, count)
+
+    @property
+    def written(self) -> str:
+        """Return these values and the classes' names in words."""
+        if self.regions is None:
+            return written_words(self.options, self.classes)
+        return region_words(self.options, self.classes, self.regions)
+
     def labels(self, case: Case, open_scores: ProbabilityMaps | None = None) -> np.ndarray:
         """Return the labels (X, Y, Z) of a case in the axes of its first file; `to_original` writes probabilities.
 
         Raises UserError.
         """
         strips = self._strips(self._read(case), case)
-        labels = to_original(strips, case, self.spacing, open_scores, regions=self.regions)
+        labels = to_original(strips, case, self.options.spacing, open_scores, regions=self.regions)
         return with_values(largest_components(labels, self.largest), self.values)
 
     def _read(self, case: Case) -> Volume:
-        volume = read_volume(case._replace(label=None), LabelValues(0), self.spacing, self.rules)
-        count = len(volume.image)
-        expected = len(self.intensity)
-        if count != expected:
-            raise UserError(f"{case.id}: {case.images[0]} has {count} channels; this network takes {expected}")
+        accepted = ValidationRules.of(self.options)
+        volume = read_volume(case._replace(label=None), LabelValues(0), self.options.spacing, accepted)
+        channels = f"{len(volume.image)} channels; this network takes {len(self.intensity)}"
+        if len(volume.image) != len(self.intensity):
+            raise UserError(f"{case.id}: {case.images[0]} has {channels}")
         return volume
 
     def _strips(self, volume: Volume, case: Case) -> Iterator[ProbabilityBlock]:
@@ -102,7 +105,8 @@ class Segmenter:
         if self.seen is not None:
             x, y, z = image.shape[1:]
             grid = Grid((x, y, z), volume.affine)
-            differences = list(self.seen.differences(image, self.intensity, grid, self.spacing is not None))
+            is_resampled = self.options.spacing is not None
+            differences = list(self.seen.differences(image, self.intensity, grid, is_resampled))
             if differences:
                 warn(f"{case.id}: {'; '.join(differences)}")
         return self.predictor.strips(torch.from_numpy(image), case.named)
@@ -131,7 +135,8 @@ def save_prediction(
     with saving_scores(scores, like) if scores else nullcontext() as open_scores:
         labels = to_original(strips, case, spacing, open_scores, like, regions)
     labels = largest_components(labels, largest)
-    save_labels(path, with_values(labels, values), like)  # last: where a label map is, all of the case is
+    # Last: where a label map is, all of the case is.
+    restore.save_image(path, restore.image_like(with_values(labels, values), like))
 
 
 def open_segmenter(
@@ -148,12 +153,8 @@ def open_segmenter(
     """
     trained = read_networks(path, model_path)
     opened = segmenter(trained, device, mirror, batch, overlap)
-    origin = {
-        "network": trained.digest(),
-        "overlap": opened.predictor.overlap,
-        "mirror": bool(opened.predictor.mirror),
-        "components": list(trained.largest),
-    }
+    options = {"overlap": opened.predictor.overlap, "mirror": bool(opened.predictor.mirror)}
+    origin = {"network": trained.digest(), **options, "components": list(trained.largest)}
     return dataclasses.replace(opened, origin=origin)
 
 
@@ -170,47 +171,20 @@ def segmenter(
     `open_segmenter`, and UserError for a value out of the range that the option has.
     """
     arguments = {"mirror": mirror, "batch": batch, "overlap": overlap}
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     if overlap is not None and (isinstance(overlap, bool) or not isinstance(overlap, (int, float))):
         raise UserError(f"overlap={overlap}: give a number from 0 to 0.9, a share of the window")
     with _named_as(given):
-        config = _inference_config(trained.config, device, given)
-    _warn_of_idle_arguments(config, given)
-    with _named_as(given):
+        # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
+        config = dataclasses.replace(trained.config, device=device, deterministic=False, compile=False)
+        config.inference = dataclasses.replace(config.inference, **given)
+        rules.check(config, here=False)  # the device's name; and not every network can be mirrored
+        if given.get("mirror") and not config.data.augment.mirror:
+            warn("mirroring does nothing: this network has data.augment.mirror=[]")
+        if "overlap" in given and config.model.padding == "valid":
+            warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
         predictor = _predictor(trained, config)
-    if trained.regions is None:
-        written = written_words(config.data, trained.classes)
-    else:
-        written = region_words(config.data, trained.classes, trained.regions)
-    return Segmenter(
-        predictor,
-        intensity=trained.intensity,
-        spacing=config.data.spacing,
-        rules=ValidationRules.of(config.data),
-        affine=config.data.affine,
-        by_channel=LAYOUTS[config.data.format].get("by_channel", False),
-        values=written_values(config.data, trained.label_count),
-        written=written,
-        largest=trained.largest,
-        kept=", ".join(trained.classes[number] for number in trained.largest),
-        seen=trained.seen,
-    )
-
-
-def _inference_config(trained: Config, device: str, given: dict[str, Any]) -> Config:
-    """Return the config of a run with the options of inference that are given. Raises UserError."""
-    # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
-    config = dataclasses.replace(trained, device=device, deterministic=False, compile=False)
-    config.inference = dataclasses.replace(config.inference, **given)
-    rules.check(config, here=False)  # the device's name; and not every network can be mirrored
-    return config
-
-
-def _warn_of_idle_arguments(config: Config, given: dict[str, Any]) -> None:
-    if given.get("mirror") and not config.data.augment.mirror:
-        warn("mirroring does nothing: this network has data.augment.mirror=[]")
-    if "overlap" in given and config.model.padding == "valid":
-        warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
+    return Segmenter(predictor, trained.intensity, config.data, trained.classes, trained.largest, trained.seen)
 
 
 def _predictor(trained: TrainedNetworks, config: Config) -> Predictor:
@@ -263,16 +237,12 @@ class MeanOfLogits(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return mean logits N K D H W of images N C D H W."""
-        first, *others = self.networks
-        total = self._averaged(first(image))
-        for network in others:
-            total = total + self._averaged(network(image))
+        total: Any = 0
+        for network in self.networks:
+            logits = network(image)
+            total = total + (logits.sigmoid() if self.has_regions else logits)
         mean: Tensor = total / len(self.networks)
         return mean.logit() if self.has_regions else mean
-
-    def _averaged(self, logits: Tensor) -> Tensor:
-        """Return what the mean is of."""
-        return logits.sigmoid() if self.has_regions else logits
 
 
 @dataclass(frozen=True)
@@ -298,10 +268,8 @@ class Network:
         Of regions, what each is drawn as, later ones over earlier ones.
         """
         regions = self.segmenter.regions
-        if regions is None:
-            return self.segmenter.values or tuple(range(len(self.classes)))
-        of_labels = self.segmenter.values or tuple(range(regions.label_count))
-        return tuple(of_labels[label] for label in (0, *regions.drawn))
+        values = self.segmenter.values
+        return values if regions is None else tuple(values[label] for label in (0, *regions.drawn))
 
     def segment(
         self,
@@ -320,15 +288,13 @@ class Network:
         voxel and class. Of regions there are as many, none of the background. Where an image is far from those of
         training, a line on stderr says so. Raises UserError.
         """
-        with temporary_case(image, spacing, affine, len(self.channels)) as of_files:
-            case = of_files._replace(affine=self.segmenter.affine)
+        with restore.temporary_case(image, spacing, affine, len(self.channels)) as of_files:
+            case = of_files._replace(affine=self.segmenter.options.affine)
             for line in doubtful_places_in([case]):
-                warn(line if are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
-            scores = Probabilities(case) if probabilities else None
-            labels = returned(image, self.segmenter.labels(case, scores), case)
-            if scores is None:
-                return labels
-            return labels, scores.returned(image)
+                warn(line if restore.are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
+            scores = restore.Probabilities(case) if probabilities else None
+            labels = restore.returned(image, self.segmenter.labels(case, scores), case)
+            return labels if scores is None else (labels, restore.returned(image, scores.scores, case))
 
 
 def load(

@@ -17,11 +17,9 @@ from typing import Any
 
 from unet3d.base.errors import UserError, not_saved, warn
 from unet3d.base.files import read_lines
-from unet3d.data.cases import Case
-from unet3d.data.file_names import backslashes, in_order, other_volumes, refuse_long, volumes_in, without_channel
-from unet3d.data.forms import in_one_line
+from unet3d.data.cases import Case, in_order, other_volumes, refuse_long
 from unet3d.data.grids import contradictions, foreign_units
-from unet3d.data.nifti import channels, open_image, stem
+from unet3d.data.nifti import backslashes, channels, in_one_line, open_image, stem, volumes_in, without_channel
 from unet3d.data.scan import doubtful_places, file_hashes
 
 RECORD = "predictions.jsonl"
@@ -35,7 +33,7 @@ def accepted_contradictions(case: Case) -> list[str]:
     These are contradictions between its files, and lengths that are not in mm.
     """
     opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    errors = [found.error for found in contradictions(case, opened)]
+    errors = [error for error, _ in contradictions(case, opened)]
     return [str(error) for error in (*errors, *foreign_units(case, opened))]
 
 
@@ -164,8 +162,9 @@ class Origins:
         Raises ValueError, whose text says what is there instead, for a file that is not this network's of these images.
         """
         present = [path for path in paths if os.path.lexists(path)]
+        absent = [path for path in paths if path not in present]
         if not present:
-            return list(paths)
+            return absent
         entry = self._entries.get(paths[0].name, {})
         difference = self._difference(entry, case)
         earlier = entry.get("earlier")
@@ -177,10 +176,10 @@ class Origins:
             raise ValueError(f"{present[0]}: {difference}")
         if entry["state"] != "written":
             # This network was killed as it wrote: what is there may be what it was to replace.
-            return list(paths) if entry.get("replaces") or paths[0] in present else _without(paths, present)
+            return list(paths) if entry.get("replaces") or paths[0] in present else absent
         if paths[0] in present and entry.get("hash") != _sample([paths[0]]):
             raise ValueError(f"{paths[0]}: was changed or replaced since this network wrote it")
-        return _without(paths, present)
+        return absent
 
     def _difference(self, entry: Entry, case: Case) -> str | None:
         """Return in words in what the origin of a file is another; None where it is the same."""
@@ -228,10 +227,6 @@ class Origins:
         except OSError as error:
             raise not_saved(self.path, error) from error
         self._entries[entry["file"]] = entry
-
-
-def _without(paths: Sequence[Path], present: Sequence[Path]) -> list[Path]:
-    return [path for path in paths if path not in present]
 
 
 def _sample(paths: Sequence[Path]) -> list[Any] | None:

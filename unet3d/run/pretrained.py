@@ -53,26 +53,39 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     fits.
     """
     assert config.init is not None
+    path = Path(config.init)
     dataset = data.dataset if data is not None else read_dataset(config.data)
-    trained = _read(Path(config.init), config.model.path)
+    trained = Checkpoint.read(path).networks()
+    if trained.config.model.path != config.model.path:
+        kinds = [
+            f"model.path={of}" if of else "the package's own U-Net"
+            for of in (trained.config.model.path, config.model.path)
+        ]
+        raise UserError(f"init={path}: its network is {kinds[0]}, this run's {kinds[1]}; nothing of it can be used")
     outline = _outline(model_config)
-    weights = checkpoint.fitting(outline, trained.weights[0], trained.path)
+    weights = checkpoint.fitting(outline, trained.weights[0], path)
     head_rows: HeadRows = {}
-    sources: ClassSources = {}
-    if _are_other_outputs(trained, dataset):
+    lines = []
+    is_other_kind = (trained.regions is None) != (dataset.regions is None)  # whose logits differ
+    if trained.classes != dataset.classes or is_other_kind:
         head_names = heads(model_config)
-        sources = _output_sources(trained, dataset)
-        head_rows = _head_rows(trained, outline.state_dict(), head_names, sources)
+        sources = {} if is_other_kind else class_sources(trained.classes, dataset.classes)
+        first = 0 if dataset.regions is None else 1  # regions have no background
+        rows = {label - first: [part - first for part in parts] for label, parts in sources.items() if label >= first}
+        head_rows = _head_rows(trained, outline.state_dict(), head_names, rows)
         weights = {name: value for name, value in weights.items() if name not in head_names}
-    _require_any_match(trained, model_config, outline, weights)
+        lines.append(f"heads, as the classes differ: {_origins(trained, dataset, head_rows, sources)}")
+    if not any(value.dim() > 1 for value in weights.values()):  # norms and biases alone are not worth beginning with
+        problem = "; ".join(_model_differences(trained.config.model, model_config))
+        problem = problem or "other channels, classes or layers"
+        raise UserError(f"init={path}: none of its weights fits this network ({problem})")
     new = [name for name in outline.state_dict() if name not in weights and name not in head_rows]
     parameters = [name for name, _ in outline.named_parameters()]
-    config_with_names = _with_init_names(config, parameters, weights)
-    pretrained = PretrainedWeights(config_with_names, weights, head_rows, new)
-    rules = data.read.intensity if data is not None else ()
-    for line in _differences(trained, config, model_config, dataset, rules):
+    pretrained = PretrainedWeights(_with_init_names(config, parameters, weights), weights, head_rows, new)
+    intensity = data.read.intensity if data is not None else ()
+    for line in _differences(trained, config, model_config, dataset, intensity):
         warn(line)
-    for line in _report(pretrained, trained, dataset, sources):
+    for line in (_loaded(pretrained, trained, dataset), *lines):
         print(escaped(line), flush=True)
     return pretrained
 
@@ -110,35 +123,18 @@ def class_sources(there: Sequence[str], here: Sequence[str]) -> ClassSources:
     return sources if len(sources) > 1 else {}
 
 
-def _are_other_outputs(trained: TrainedNetworks, dataset: DatasetInfo) -> bool:
-    """Return whether the outputs of a checkpoint's network are of other classes, or one kind is of regions."""
-    return trained.classes != dataset.classes or (trained.regions is None) != (dataset.regions is None)
-
-
-def _output_sources(trained: TrainedNetworks, dataset: DatasetInfo) -> ClassSources:
-    """Return `class_sources` by the numbers of outputs; {} where one kind is of regions: their logits differ."""
-    if (trained.regions is None) != (dataset.regions is None):
-        return {}
-    sources = class_sources(trained.classes, dataset.classes)
-    if dataset.regions is None:
-        return sources
-    return {label - 1: [part - 1 for part in parts] for label, parts in sources.items() if label}
-
-
 def _head_rows(
     trained: TrainedNetworks,
     state: Mapping[str, Tensor],
     head_names: Sequence[str],
     sources: ClassSources,
 ) -> HeadRows:
-    """Return, for each head, the weights of every class with a source; merged classes get the mean of their parts.
+    """Return, for each head, the weights of every output with a source; merged classes get the mean of their parts.
 
     Raises CheckpointError for numbers that are not finite.
     """
-    if not sources:
-        return {}
     fitting = {}
-    for name in head_names:
+    for name in head_names if sources else ():
         value = trained.weights[0].get(name)
         shape = (trained.config.model.classes, *state[name].shape[1:])
         if value is not None and value.shape == shape and value.dtype == state[name].dtype:
@@ -146,40 +142,13 @@ def _head_rows(
     checkpoint.refuse_non_finite(fitting, trained.path)
     rows = {}
     for name, value in fitting.items():
-        rows[name] = {label: value[parts].mean(0) for label, parts in sources.items()}
+        rows[name] = {output: value[parts].mean(0) for output, parts in sources.items()}
     return rows
-
-
-def _read(path: Path, model_path: str | None) -> TrainedNetworks:
-    """Return the networks of a file. Raises CheckpointError, UserError for a class of networks other than the run's."""
-    trained = Checkpoint.read(path).networks()
-    there = trained.config.model.path
-    if there != model_path:
-        kinds = (_network_kind(there), _network_kind(model_path))
-        raise UserError(f"init={path}: its network is {kinds[0]}, this run's {kinds[1]}; nothing of it can be used")
-    return trained
-
-
-def _network_kind(model_path: str | None) -> str:
-    return f"model.path={model_path}" if model_path else "the package's own U-Net"
 
 
 def _outline(model_config: Model) -> nn.Module:
     with torch.device("meta"):
         return build.model(model_config, seed=0)
-
-
-def _require_any_match(
-    trained: TrainedNetworks,
-    model_config: Model,
-    outline: nn.Module,
-    weights: Mapping[str, Tensor],
-) -> None:
-    """Raise UserError where no convolution fits: norms and biases alone are not worth beginning with."""
-    if not any(value.dim() > 1 for value in weights.values()):
-        differences = "; ".join(_model_differences(trained.config.model, model_config))
-        problem = differences or "other channels, classes or layers"
-        raise UserError(f"init={trained.path}: none of its weights fits this network ({problem})")
 
 
 def _with_init_names(config: Config, parameters: Sequence[str], weights: Mapping[str, Tensor]) -> Config:
@@ -229,14 +198,16 @@ def _differences(
         yield f"init={trained.path}: its network differs: {'; '.join(options)}"
     images = []
     if rules and not _are_alike(trained.intensity, rules):
-        images.append(f"intensity {_kinds(trained.intensity)} there, {_kinds(rules)} here")
+        kinds = []
+        for some in (trained.intensity, rules):
+            words = [f"ct {rule.low:g} to {rule.high:g}" if rule.kind == "ct" else rule.kind for rule in some]
+            kinds.append(", ".join(words))
+        images.append(f"intensity {kinds[0]} there, {kinds[1]} here")
     spacing = trained.config.data.spacing
     if spacing != config.data.spacing:
         images.append(f"data.spacing {spacing} mm there, {config.data.spacing} here")
     if len(trained.channels) == len(dataset.channels) > 1 and trained.channels != dataset.channels:
-        there = ", ".join(trained.channels)
-        here = ", ".join(dataset.channels)
-        images.append(f"channels {there} there, {here} here")
+        images.append(f"channels {', '.join(trained.channels)} there, {', '.join(dataset.channels)} here")
     if images:
         yield f"init={trained.path}: it has learned from other images: {'; '.join(images)}"
 
@@ -249,55 +220,39 @@ def _are_alike(there: Sequence[Intensity], here: Sequence[Intensity]) -> bool:
     return all(abs(a.mean - b.mean) <= min(a.std, b.std) / 2 for a, b in pairs)
 
 
-def _kinds(rules: Sequence[Intensity]) -> str:
-    words = []
-    for rule in rules:
-        words.append(f"ct {rule.low:g} to {rule.high:g}" if rule.kind == "ct" else rule.kind)
-    return ", ".join(words)
-
-
-def _report(
-    pretrained: PretrainedWeights,
-    trained: TrainedNetworks,
-    dataset: DatasetInfo,
-    sources: ClassSources,
-) -> Iterator[str]:
-    """Yield a line on what is loaded and what is new, and one on the heads where the classes differ."""
+def _loaded(pretrained: PretrainedWeights, trained: TrainedNetworks, dataset: DatasetInfo) -> str:
+    """Return a line on what is loaded and what is new."""
     which = " (the first of its networks)" if len(trained.weights) > 1 else ""
     count = len(pretrained.weights)
     total = count + len(pretrained.head_rows) + len(pretrained.new)
-    there = trained.classes if trained.regions is None else trained.classes[1:]
-    here = dataset.classes if dataset.regions is None else dataset.classes[1:]
     loaded = f"{count} of {total} tensors loaded{_rate(pretrained)}"
-    new_rows = len(here) - len(sources) if pretrained.head_rows else 0
+    new_rows = 0
     if pretrained.head_rows:
-        rows = f"{new_rows} of {len(here)} rows new" if new_rows else f"all {len(here)} rows"
+        outputs = len(dataset.classes) - (dataset.regions is not None)
+        new_rows = outputs - len(next(iter(pretrained.head_rows.values())))
+        rows = f"{new_rows} of {outputs} rows new" if new_rows else f"all {outputs} rows"
         loaded += f", {len(pretrained.head_rows)} of output layers matched by class name ({rows})"
-    new = [_new_names(pretrained.new)] if pretrained.new or not new_rows else []
-    yield f"init={trained.path}{which}: {'; '.join([loaded, *new])}"
-    if not _are_other_outputs(trained, dataset):
-        return
-    if pretrained.head_rows:
-        origin = _row_origins(there, here, sources)
-    else:
-        origin = f"new, of {', '.join(here)}, there {', '.join(there)}"
-    yield f"heads, as the classes differ: {origin}"
+    if pretrained.new:
+        rest = len(pretrained.new) - NAMES_SHOWN
+        more = f" and {rest} more" if rest > 0 else ""
+        loaded += f"; new: {', '.join(pretrained.new[:NAMES_SHOWN])}{more}"
+    elif not new_rows:
+        loaded += "; nothing is new"
+    return f"init={trained.path}{which}: {loaded}"
 
 
-def _new_names(names: Sequence[str]) -> str:
-    if not names:
-        return "nothing is new"
-    rest = len(names) - NAMES_SHOWN
-    more = f" and {rest} more" if rest > 0 else ""
-    return f"new: {', '.join(names[:NAMES_SHOWN])}{more}"
-
-
-def _row_origins(there: Sequence[str], here: Sequence[str], sources: ClassSources) -> str:
+def _origins(trained: TrainedNetworks, dataset: DatasetInfo, head_rows: HeadRows, sources: ClassSources) -> str:
     """Return which classes of the checkpoint each class begins with, and which classes are new."""
+    first = 0 if dataset.regions is None else 1
+    here = dataset.classes[first:]
+    if not head_rows:
+        there = trained.classes if trained.regions is None else trained.classes[1:]
+        return f"new, of {', '.join(here)}, there {', '.join(there)}"
     origins = []
     for label, parts in sources.items():
-        origins.append(f"{here[label]} from {' and '.join(there[part] for part in parts)}")
-    new = [name for label, name in enumerate(here) if label not in sources]
+        if label >= first:
+            origins.append(f"{dataset.classes[label]} from {' and '.join(trained.classes[part] for part in parts)}")
+    new = [name for label, name in enumerate(dataset.classes) if label >= first and label not in sources]
     if new:
         origins.append(f"{', '.join(new)} new")
     return "; ".join(origins)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any
 
 from unet3d.base.errors import UserError, escaped, not_saved, warn
 from unet3d.base.files import write_text
@@ -12,7 +12,7 @@ from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import FACTS, Config, Data, options_with
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.check import sound_headers
+from unet3d.data.check import check_headers
 from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
@@ -23,7 +23,7 @@ from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.scores import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
-from unet3d.run.checkpoint import Checkpoint, Split, TrainedNetworks, refuse_other_network, split_of
+from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
@@ -31,13 +31,6 @@ from unet3d.training import checkpoint, metrics
 PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
 SCORES = "scores.csv"
 LEARNED = options_with("learned")
-
-
-class Publication(NamedTuple):
-    """The networks of a checkpoint, and the other parts of it that are published."""
-
-    networks: TrainedNetworks
-    parts: dict[str, Any]
 
 
 def publish(
@@ -53,38 +46,34 @@ def publish(
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
-    publications = [_read(path, model_path) for path in paths]
-    weights = []
-    splits = []
-    for publication in publications:
-        networks = publication.networks
-        _refuse_different(publication, publications[0])
-        predict.segmenter(networks, "cpu", None)  # so that what is published can be used
-        weights += networks.weights
-        for held_out in networks.splits:
-            splits.append(_without_paths(held_out))
-    first, *others = weights
-    records = [publication.networks.seen for publication in publications]
-    known = [record for record in records if record is not None]
-    seen = asdict(Seen.merged(known)) if known else None
-    state = publications[0].parts | {"model": first, "average": {}, "others": others, "splits": splits, "seen": seen}
-    if largest is not None:
-        state["largest"] = list(largest)
-    checkpoint.save_checkpoint(out, state)
-
-
-def _without_paths(held_out: Split) -> Split:
-    """Return what was held out from a network, without the names of files."""
+    networks: list[TrainedNetworks] = []
+    parts: dict[str, Any] = {}  # of the first
+    for path in paths:
+        source = Checkpoint.read(path)
+        networks.append(source.networks())
+        refuse_other_network(networks[-1], model_path)
+        if not parts:
+            parts = {name: source.state[name] for name in PUBLISHED}
+            parts["config"] = _without_private(source.state["config"])
+    for trained in networks:
+        _refuse_different(trained, networks[0])
+        predict.segmenter(trained, "cpu", None)  # so that what is published can be used
+    first, *others = [weights for trained in networks for weights in trained.weights]
     hidden = {"split": "a file", "groups": "a file"}
-    return {name: hidden.get(name, value) for name, value in held_out.items()}
-
-
-def _read(path: Path, model_path: str | None) -> Publication:
-    source = Checkpoint.read(path)
-    networks = source.networks()
-    refuse_other_network(networks, model_path)
-    parts = {name: source.state[name] for name in PUBLISHED} | {"largest": list(networks.largest)}
-    return Publication(networks, parts | {"config": _without_private(source.state["config"])})
+    splits = []
+    for held_out in (held_out for trained in networks for held_out in trained.splits):
+        splits.append({name: hidden.get(name, value) for name, value in held_out.items()})
+    known = [trained.seen for trained in networks if trained.seen is not None]
+    state = {
+        **parts,
+        "model": first,
+        "average": {},
+        "others": others,
+        "splits": splits,
+        "seen": asdict(Seen.merged(known)) if known else None,
+        "largest": list(networks[0].largest if largest is None else largest),
+    }
+    checkpoint.save_checkpoint(out, state)
 
 
 def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -99,19 +88,14 @@ def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, A
     return kept
 
 
-def _refuse_different(publication: Publication, first: Publication) -> None:
+def _refuse_different(trained: TrainedNetworks, first: TrainedNetworks) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
-    different = []
-    for name in ("classes", "channels", "intensity", "largest"):
-        if publication.parts[name] != first.parts[name]:
-            different.append(name)
-    options = compose.flat(compose.to_plain(publication.networks.config), ".")
-    first_options = compose.flat(compose.to_plain(first.networks.config), ".")
-    for name in options_with("sees"):
-        if options[name] != first_options[name]:
-            different.append(name)
+    parts = ("classes", "channels", "intensity", "largest")
+    different = [name for name in parts if getattr(trained, name) != getattr(first, name)]
+    options, first_options = (compose.flat(compose.to_plain(one.config), ".") for one in (trained, first))
+    different += [name for name in options_with("sees") if options[name] != first_options[name]]
     if different:
-        paths = f"{publication.networks.path}: differs from {first.networks.path}"
+        paths = f"{trained.path}: differs from {first.path}"
         raise UserError(f"{paths} in {', '.join(different)}; publish it alone")
 
 
@@ -140,12 +124,12 @@ def score(
     _, held_out = split(dataset, config.data)
     _refuse_other_dataset(networks, dataset)
     _warn_of_other_names(networks, dataset, config.data)
-    sound_headers(dataset, held_out, config.data)
+    check_headers(dataset, held_out, config.data).sound_headers()
     _warn_of_other_splits(networks, config.data)
     _warn_of_seen_cases(source, held_out)
     segmenter = predict.segmenter(networks, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
-    has_own_grids = any(is_resampled(case, segmenter.spacing) for case in held_out)
+    has_own_grids = any(is_resampled(case, segmenter.options.spacing) for case in held_out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         text = _scores(segmenter, held_out, dataset, config.data, has_own_grids)
@@ -170,11 +154,10 @@ def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection
         if not is_given and getattr(learned, name) != getattr(options, name):
             taken[name] = getattr(learned, name)
     if taken:
-        words = [
-            as_option(label_sources(value)) if name == "label_map" and value else f"data.{name}={value}"
-            for name, value in taken.items()
-        ]
-        print(escaped(f"{networks.path}: as it learned: {', '.join(words)}"), flush=True)
+        words = {name: f"data.{name}={value}" for name, value in taken.items()}
+        if taken.get("label_map"):
+            words["label_map"] = as_option(label_sources(taken["label_map"]))
+        print(escaped(f"{networks.path}: as it learned: {', '.join(words.values())}"), flush=True)
     if options.affine == "auto":
         taken["affine"] = learned.affine
     elif options.affine != learned.affine and (learned.affine, options.affine) != ("auto", "sform"):
@@ -191,11 +174,11 @@ def _scores(
 ) -> str:
     """Return scores.csv of the cases; where files have grids of their own, these come first."""
     accepted = ValidationRules.of(options)
-    reader = CaseReader(dataset, segmenter.spacing, segmenter.intensity, cache=None, rules=accepted)
+    reader = CaseReader(dataset, segmenter.options.spacing, segmenter.intensity, cache=None, rules=accepted)
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        labels = to_original(strips, case, segmenter.spacing, regions=segmenter.regions)
+        labels = to_original(strips, case, segmenter.options.spacing, regions=segmenter.regions)
         prediction = largest_components(labels, segmenter.largest)
         own_grid_scores.append(score_on_own_grid(case, prediction, dataset))
 
@@ -218,10 +201,9 @@ def _scores(
 def _title(source: Checkpoint, networks: TrainedNetworks, has_own_grids: bool) -> str:
     grid = f", {OWN_GRIDS}" if has_own_grids else ""
     count = len(networks.weights)
-    if count > 1:
-        return f"{SCORES_TITLE}, {source.path} (mean of {count} networks){grid}"
     average = ", average of the weights" if source.state["average"] else ""
-    return f"{SCORES_TITLE}, {source.path} (step {networks.step}{average}){grid}"
+    which = f"mean of {count} networks" if count > 1 else f"step {networks.step}{average}"
+    return f"{SCORES_TITLE}, {source.path} ({which}){grid}"
 
 
 def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:
@@ -236,39 +218,30 @@ def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> No
         learned = f"{len(networks.channels)} channels and the classes {', '.join(networks.classes)}"
         given = f"{len(dataset.channels)} and {', '.join(dataset.classes)}"
         label_map = networks.config.data.label_map
-        hint = ""
-        if label_map is not None:
-            hint = f"; it learned with {as_option(label_sources(label_map))}"
+        hint = f"; it learned with {as_option(label_sources(label_map))}" if label_map is not None else ""
         raise UserError(f"{networks.path}: a network of {learned}; the data has {given}{hint}")
 
 
 def _warn_of_other_names(networks: TrainedNetworks, dataset: DatasetInfo, options: Data) -> None:
     """Warn of channels of other names (each layout has its own), and of classes from other labels of the files."""
     if len(dataset.channels) > 1 and networks.channels != dataset.channels:
-        learned = ", ".join(networks.channels)
-        given = ", ".join(dataset.channels)
-        order = "they are taken in this order"
-        warn(f"{networks.path}: its channels are {learned}, those of the data {given}; {order}")
-    learned_map = _label_map(networks.config.data, dataset.label_count)
-    asked_map = _label_map(options, dataset.label_count)
+        channels = f"{', '.join(networks.channels)}, those of the data {', '.join(dataset.channels)}"
+        warn(f"{networks.path}: its channels are {channels}; they are taken in this order")
+    maps = []
+    for one in (networks.config.data, options):
+        sources = label_sources(one.label_map or {number: number for number in range(1, dataset.label_count)})
+        maps.append({label: sorted(sources[label]) for label in sorted(sources) if label})
+    learned_map, asked_map = maps
     if learned_map != asked_map:
-        maps = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
-        warn(f"{networks.path}: its classes are other labels of the files: {maps}")
-
-
-def _label_map(options: Data, classes: int) -> Mapping[int, list[int]]:
-    """Return the files' labels of each class but background, in ascending order; without data.label_map its number."""
-    numbers = {number: number for number in range(1, classes)}
-    sources = label_sources(options.label_map or numbers)
-    return {label: sorted(sources[label]) for label in sorted(sources) if label}
+        words = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
+        warn(f"{networks.path}: its classes are other labels of the files: {words}")
 
 
 def _warn_of_other_splits(networks: TrainedNetworks, options: Data) -> None:
     """Warn of networks that were trained with another split than the options': they may have seen what is scored."""
-    others = [held_out for held_out in networks.splits if held_out != split_of(options)]
+    others = sum(held_out != split_of(options) for held_out in networks.splits)
     if others:
-        count = f"{len(others)} of {len(networks.splits)} networks"
-        trained = f"{count} were trained with another split, or with an unknown one"
+        trained = f"{others} of {len(networks.splits)} networks were trained with another split, or with an unknown one"
         warn(f"{networks.path}: {trained}; they may have seen the cases that are scored")
 
 
@@ -281,5 +254,4 @@ def _warn_of_seen_cases(source: Checkpoint, held_out: Sequence[Case]) -> None:
     seen = [case.id for case in held_out if case.id in trained_on]
     if seen:
         names = shorten(", ".join(seen), 200, placeholder=" ...")
-        count = f"{len(seen)} of the {len(held_out)} cases that are scored"
-        warn(f"{source.path}: learned from {count}: {names}")
+        warn(f"{source.path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}")

@@ -13,7 +13,7 @@ from unet3d.base.files import LARGEST_YAML, read_csv, read_text, read_yaml, refu
 from unet3d.config import compose, rules
 from unet3d.run import run_folder
 from unet3d.run.run_folder import KINDS, Values, as_number, finite, fits
-from unet3d.training.metrics import NOTE_KEY
+from unet3d.training.metrics import NETWORK, NOTE_KEY, mean_of
 
 MAX_STATUS_BYTES = 2**20
 MAX_ENV_BYTES = 2**16
@@ -77,22 +77,15 @@ class RunRecord:
     @property
     def has_own_grids(self) -> bool:
         """Return whether cases are scored on their files' grids, and beside that on the network's grid."""
-        from unet3d.training.metrics import NETWORK  # loads NumPy, for which a command first makes sure of memory
-
-        return bool(self.scores) and any(str(key).startswith(NETWORK) for key in self.scores[0])
+        return bool(self.scores) and any(key.startswith(NETWORK) for key in self.scores[0])
 
     @property
     def dice_mean(self) -> float | None:
         """Return the mean Dice of the last validation: of its label maps on the files' grids once these are scored."""
         if not self.has_own_grids:
             return as_number(self.last_validation.get("val/dice_mean"))
-        from unet3d.training.metrics import mean_of
-
-        keys = [key for key in self.scores[0] if str(key).startswith("dice/")]
-        means = []
-        for key in keys:
-            means.append(mean_of(as_number(row.get(key)) for row in self.scores))
-        return mean_of(means)
+        keys = [key for key in self.scores[0] if key.startswith("dice/")]
+        return mean_of(mean_of(as_number(row.get(key)) for row in self.scores) for key in keys)
 
     @property
     def spacing(self) -> str:
@@ -122,6 +115,7 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
     has_memory = memory.keys() & KINDS and memory.get("parameters", 0) > 0
     versions = run_folder.json_object(read_text(path / "env.json", MAX_ENV_BYTES))
     parts = run_folder.json_object(read_text(path / "split.json", MAX_SPLIT_BYTES))
+    about = parts["data"] if isinstance(parts.get("data"), dict) else {}
     start = run_folder.json_object(read_text(path / "init.json", MAX_INIT_BYTES))
     return RunRecord(
         path=path,
@@ -132,26 +126,15 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
         environment={key: str(value) for key, value in versions.items() if value is not None},
         records=run_folder.read_records(path / "metrics.jsonl"),
         scores=[_scores(row) for row in read_csv(path / "scores.csv")],
-        split=_split(parts),
+        split={
+            name: [str(case) for case in parts[name]]
+            for name in islice(parts, MOST_PARTS)
+            if isinstance(parts[name], list)
+        },
         memory=memory if has_memory else {},
-        data=_of_shapes(parts.get("data"), OF_DATA),
+        data={key: about[key] for key, shape in OF_DATA.items() if key in about and fits(about[key], shape)},
         start={key: start[key] for key, kind in OF_INIT.items() if isinstance(start.get(key), kind)},
     )
-
-
-def _of_shapes(values: Any, shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that have these shapes."""
-    found = values if isinstance(values, dict) else {}
-    return {key: found[key] for key, shape in shapes.items() if key in found and fits(found[key], shape)}
-
-
-def _split(parts: Values) -> dict[str, list[str]]:
-    """Return the lists of cases in split.json."""
-    split = {}
-    for name in islice(parts, MOST_PARTS):
-        if isinstance(parts[name], list):
-            split[name] = [str(case) for case in parts[name]]
-    return split
 
 
 def _scores(row: dict[str, str]) -> dict[str, str]:
@@ -178,16 +161,9 @@ def numbers_of(records: Sequence[Values], key: str) -> list[float]:
 
 def best_of(records: Sequence[Values]) -> Values:
     """Return the validation with the highest mean Dice, the first of equals, as for best.pt; {} without any."""
-    best: Values = {}
-    highest = -math.inf
-    for record in records:
-        dice = as_number(record.get("val/dice_mean"))
-        if dice is None or math.isnan(dice):
-            continue
-        if not best or dice > highest:
-            best = record
-            highest = dice
-    return best
+    numbers = {place: as_number(record.get("val/dice_mean")) for place, record in enumerate(records)}
+    known = {place: dice for place, dice in numbers.items() if dice is not None and not math.isnan(dice)}
+    return records[max(known, key=known.__getitem__)] if known else {}
 
 
 def headline(run: RunRecord) -> dict[str, Any]:

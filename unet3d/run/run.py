@@ -5,8 +5,9 @@ import signal
 import time
 import traceback
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,15 +16,7 @@ import torch
 
 from unet3d import build
 from unet3d.base import ranks
-from unet3d.base.errors import (
-    ForeseenError,
-    NonFiniteLoss,
-    NotSaved,
-    OutOfMemory,
-    Preempted,
-    is_out_of_memory,
-    not_saved,
-)
+from unet3d.base.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory, not_saved
 from unet3d.base.files import write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
@@ -79,18 +72,21 @@ class Run:
         """
         self.loggers.summary(peaks(self.memory.contents()))  # what was predicted, also of a run that dies in its steps
         if self.config.data.sparse is not None and self.config.resume is None:
-            self._log_labelled_share()
+            labels = (self.data.read_train(case).label for case in self.data.train)
+            share = fmean((label != IGNORE).float().mean().item() for label in labels)
+            self.loggers.scalars({"data/labelled_share": share}, 0)
         try:
             with closing(self._stream()) as stream, self.stop.deferred():
                 self._train(stream)
             return
         except NonFiniteLoss as error:
-            by_rank = ranks.gather(error.batches)
-            all_batches = [batch for rank_batches in by_rank for batch in rank_batches]
-            where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, all_batches))
+            of_all_ranks = list(chain.from_iterable(ranks.gather(error.batches)))
+            where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, of_all_ranks))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            foreseen = _foreseen(error, self.config.deterministic)
+            foreseen = lost(error) or switches.nondeterminism_error(error, self.config.deterministic)
+            if foreseen is None and not is_out_of_memory(error):
+                foreseen = switches.compile_error(error)
             if foreseen is not None:
                 raise foreseen from error
             if not is_out_of_memory(error):
@@ -100,19 +96,10 @@ class Run:
         self.meter.close()
         self._free_memory()  # outside of the except block
         try:
-            for line in remedies.oom_suggestions(self.config, self.model_config):
-                lines.append(line)
+            lines.extend(remedies.oom_suggestions(self.config, self.model_config))  # keeps those before an error
         except MemoryError:  # in the search
             lines.append("there is no memory left to search for what would need less: see unet3d memory fit")
         raise OutOfMemory("\n".join(lines))
-
-    def _log_labelled_share(self) -> None:
-        """Log which share of the training voxels sparse labels cover."""
-        shares = []
-        for case in self.data.train:
-            label = self.data.read_train(case).label
-            shares.append((label != IGNORE).float().mean().item())
-        self.loggers.scalars({"data/labelled_share": fmean(shares)}, 0)
 
     def _train(self, stream: Iterator[list[Batch]]) -> None:
         """Train until all steps are done. Raises Preempted, once saved, when asked to stop."""
@@ -187,7 +174,7 @@ class Run:
         self._try_write_measured_memory()
         if step == self.config.steps or self.checkpoints.saved is None:
             self._save()  # of this validation's volumes memory may not hold one
-        with self._averaged():
+        with optim.averaged(self.trainer.learner.model, self.trainer.learner.optimizer):
             scores = self.validator.scores(step)
         values = metrics.summarise(scores, self.data.dataset.classes)
         # logged before it is saved: a run killed in between repeats this validation, and its record is replaced
@@ -210,10 +197,6 @@ class Run:
             if self.trainer.step == self.config.steps:
                 raise problem from None
             self.checkpoints.warn(problem)
-
-    def _averaged(self) -> AbstractContextManager[None]:
-        """Return the context in which the network computes with the average of its weights, where one is kept."""
-        return optim.averaged(self.trainer.learner.model, self.trainer.learner.optimizer)
 
     def write_measured_memory(self) -> None:
         """Write to memory.json what this process's steps needed, if it took any; after the last step memory/ too.
@@ -251,7 +234,8 @@ class Run:
         if "measured" in memory:  # by steps taken before the run was stopped, perhaps
             peak = memory["measured"]["peak_bytes"]
             self.loggers.scalars({"memory/peak_allocated_bytes": peak}, self.trainer.step)
-        with self._averaged(), switches.without_compiler(self.trainer.learner.model):
+        model = self.trainer.learner.model
+        with optim.averaged(model, self.trainer.learner.optimizer), switches.without_compiler(model):
             self.validator.predictions.complete(self.validator.predictor)
         record = read_run(self.folder, memory)
         report.draw_figures(record)
@@ -275,7 +259,7 @@ class Run:
             path = self.folder / "figures" / f"memory_{name}.png"
             if path.exists():
                 self.loggers.image(f"memory/{name}_picture", path, self.trainer.step)
-        rows = [[phase, peaks.get("first"), peaks["steady"]] for phase, peaks in measured["phases"].items()]
+        rows = [[phase, sizes.get("first"), sizes["steady"]] for phase, sizes in measured["phases"].items()]
         self.loggers.table("memory/phases", ["phase", "first step (bytes)", "later steps (bytes)"], rows)
         for name in ("levels", "layers"):
             head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in ledger[name][0]]
@@ -283,17 +267,6 @@ class Run:
         entries = flat(memory, ".").items()
         numbers = [[key, value] for key, value in entries if not isinstance(value, list)]
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
-
-
-def _foreseen(error: Exception, deterministic: bool) -> ForeseenError | None:
-    """Return the error to show for a lost worker, a refusal of `deterministic`, or a failure of torch.compile.
-
-    None for another error, or where memory ran out as torch.compile ran.
-    """
-    foreseen = lost(error) or switches.nondeterminism_error(error, deterministic)
-    if foreseen is None and not is_out_of_memory(error):
-        foreseen = switches.compile_error(error)
-    return foreseen
 
 
 def _read_nth(read: Read, cases: tuple[Case, ...], index: int) -> PreparedCase:

@@ -1,25 +1,28 @@
 """The files of a run folder as its run writes them, and which of their values are trusted. No torch.
 
-STATUS, init.json, metrics.jsonl; and memory.json, the predicted and the measured step: a run reads it once and writes
-it whole. `unet3d memory -o` and `explained.write_page` write one of their own, without a run. Anybody may have written
-what is read here.
+STATUS, init.json, metrics.jsonl; env.json, which names neither the machine nor its user; and memory.json, the predicted
+and the measured step: a run reads it once and writes it whole. `unet3d memory -o` and `explained.write_page` write one
+without a run. Anybody may have written what is read here.
 """
 
 import json
 import math
+import platform
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from unet3d.base.errors import escaped
+from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import read_lines, read_text, write_json, write_text
 from unet3d.config.schema import Config
 from unet3d.memory.tables import NAMES, SavedSchedule, folded
-from unet3d.run.environment import environment
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +31,9 @@ Values = Mapping[str, Any]  # a record of metrics.jsonl, or an entry of memory.j
 LARGEST_NUMBER = 2**53  # more bytes are not exact in a picture
 MOST_ITEMS = 500  # of a list or a text in memory.json
 MAX_MEMORY_BYTES = 2**23  # of the file
+PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")  # in env.json
+SOURCE = Path(__file__).resolve().parents[2]  # of this package, where it is not installed
+MAX_HEAD_BYTES = 2**12  # of a file of git that names one commit
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 DEEPEST = 10  # levels of nested JSON
 MOST_PHASES = 20  # of a step
@@ -81,6 +87,65 @@ def start_folder(folder: Path, options: str, device: "torch.device", is_resumed:
     write_text(folder / "config.yaml", options)
     write_json(folder / "env.json", environment(device))
     write_text(folder / "STATUS", "running\n")
+
+
+def environment(device: "torch.device") -> dict[str, Any]:
+    """Return the contents of env.json for a run on this device: versions, the device and how torch computes."""
+    import torch
+
+    values: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        **dict.fromkeys(PACKAGES),
+        "commit": commit(SOURCE),
+    }
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):  # unet3d run from a checkout that was never installed
+            values[name] = metadata.version(name)
+    values["device"] = device.type
+    values["threads"] = torch.get_num_threads()
+    values["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cpu":
+        from unet3d.model.half_precision import emulates_bf16
+
+        capability = torch.backends.cpu.get_cpu_capability()
+        return values | {"cpu": f"{capability}, bf16 emulated" if emulates_bf16() else capability}
+    precisions = {
+        "convolutions": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        "matmul": torch.backends.cuda.matmul.fp32_precision,
+    }
+    return values | {
+        "gpu": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "tf32": ", ".join(name for name, precision in precisions.items() if precision == "tf32") or "off",
+    }
+
+
+def commit(tree: Path) -> str | None:
+    """Return the commit that is checked out in a source tree, without changes since; None where there is no commit.
+
+    Git is not run: its config can name code.
+    """
+    try:
+        git = tree / ".git"
+        if git.is_file():  # of a second work tree: "gitdir: PATH"
+            git = tree / _line(git).removeprefix("gitdir:").strip()
+        head = _line(git / "HEAD")
+        branch = head.removeprefix("ref:").strip()
+        if branch != head:
+            shared = git / (_line(git / "commondir") or ".")
+            packed = re.search(f"^([0-9a-f]+) {re.escape(branch)}$", read_text(shared / "packed-refs"), re.MULTILINE)
+            head = _line(shared / branch) or (packed[1] if packed else "")
+    except (UserError, OSError, ValueError):  # a file that cannot be read
+        return None
+    return head if re.fullmatch("[0-9a-f]{40,64}", head) else None
+
+
+def _line(path: Path) -> str:
+    return read_text(path, MAX_HEAD_BYTES).strip()
 
 
 def write_status(folder: Path, line: str, code: int) -> str:
@@ -212,26 +277,19 @@ def peaks(memory: Mapping[str, Any]) -> dict[str, Any]:
 
 def json_object(text: str) -> dict[str, Any]:
     """Return a JSON object; {} for text that is empty, damaged, or nested without end."""
-    if not text:
-        return {}
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(value, dict) or not is_shallow(value, DEEPEST):
-        return {}
-    return value
+    return value if isinstance(value, dict) and is_shallow(value, DEEPEST) else {}
 
 
 def without_damaged(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of memory.json that have the shapes which tables and pictures read; unknown entries stay."""
     is_sound = {key: fits(values.get(key), shape) for key, shape in OTHERS.items()}
-    for kind in KINDS:
-        is_sound[kind] = _is_step(values.get(kind))
-    if is_sound["advice"]:
-        is_sound["advice"] = is_sound["predicted"] and _is_advice(values["advice"])
-    if not all(is_sound[kind] for kind in KINDS):
-        is_sound["error_bytes"] = False
+    is_sound |= {kind: _is_step(values.get(kind)) for kind in KINDS}
+    is_sound["advice"] = is_sound["advice"] and is_sound["predicted"] and _is_advice(values["advice"])
+    is_sound["error_bytes"] = is_sound["error_bytes"] and is_sound["measured"] and is_sound["predicted"]
     return {key: value for key, value in values.items() if is_sound.get(key, True)}
 
 
@@ -243,20 +301,17 @@ def _is_advice(advice: Mapping[str, Any]) -> bool:
 
 def _is_step(entry: Any) -> bool:
     """Return whether an entry of memory.json has what tables and pictures read."""
-    if not fits(entry, STEP):
+    if not fits(entry, STEP) or not all(fits(entry[key], DETAILS[key]) for key in DETAILS if key in entry):
         return False
-    if not all(fits(entry[key], DETAILS[key]) for key in DETAILS if key in entry):
-        return False
-    names = [entry[key].keys() for key in ("phases", "phase_ends", "phase_categories") if key in entry]
-    if len(names[0]) > MOST_PHASES or any(keys != names[0] for keys in names):
-        return False
-    if entry["peak_bytes"] <= 0:
-        return False
-    if "layers" in entry and "moment" not in entry:
-        return False
-    if not all(fits(peaks.get("first", 0), int) for peaks in entry["phases"].values()):
-        return False
-    return "ledger" not in entry or _is_step(entry["ledger"])
+    names, *others = [entry[key].keys() for key in ("phases", "phase_ends", "phase_categories") if key in entry]
+    return (
+        len(names) <= MOST_PHASES
+        and all(keys == names for keys in others)
+        and entry["peak_bytes"] > 0
+        and ("moment" in entry or "layers" not in entry)
+        and all(fits(peaks.get("first", 0), int) for peaks in entry["phases"].values())
+        and ("ledger" not in entry or _is_step(entry["ledger"]))
+    )
 
 
 def sound(values: Any, node: Any = Config) -> dict[str, Any]:
@@ -270,10 +325,9 @@ def sound(values: Any, node: Any = Config) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for name, value in values.items():
         kind = types.get(name, Any)
-        if is_dataclass(kind):
-            if isinstance(value, dict):
-                checked[name] = sound(value, kind)
-        elif _is_of(value, kind):
+        if is_dataclass(kind) and isinstance(value, dict):
+            checked[name] = sound(value, kind)
+        elif not is_dataclass(kind) and _is_of(value, kind):
             checked[name] = value
     return checked
 
@@ -302,34 +356,20 @@ def fits(value: Any, shape: Any) -> bool:
     if isinstance(value, (str, list, dict)) and len(value) > MOST_ITEMS:
         return False
     if isinstance(shape, list):
-        if not isinstance(value, list) or not value:
-            return False
-        return all(fits(item, shape[0]) for item in value)
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and _has_entries(value, shape)
-    if not isinstance(value, shape):
-        return False
-    if isinstance(value, bool):  # JSON's true is no number
+        return isinstance(value, list) and bool(value) and all(fits(item, shape[0]) for item in value)
+    if isinstance(shape, dict) and isinstance(value, dict):
+        if ... in shape:
+            return bool(value) and all(fits(item, shape[...]) for item in value.values())
+        return all(key in value and fits(value[key], shape[key]) for key in shape)
+    if isinstance(shape, dict) or not isinstance(value, shape) or isinstance(value, bool):  # JSON's true is no number
         return False
     return not isinstance(value, int) or abs(value) <= LARGEST_NUMBER
 
 
-def _has_entries(value: dict[Any, Any], shape: dict[Any, Any]) -> bool:
-    if ... in shape:
-        return bool(value) and all(fits(item, shape[...]) for item in value.values())
-    return all(key in value and fits(value[key], shape[key]) for key in shape)
-
-
 def is_shallow(value: Any, levels: int) -> bool:
     """Return whether lists and dictionaries are nested in at most this many levels."""
-    if levels < 0:
-        return False
-    items: Any = ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list):
-        items = value
-    return all(is_shallow(item, levels - 1) for item in items)
+    items: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels >= 0 and all(is_shallow(item, levels - 1) for item in items)
 
 
 def as_number(cell: Any) -> float | None:
@@ -338,14 +378,10 @@ def as_number(cell: Any) -> float | None:
         number = float(cell)
     except (TypeError, ValueError, OverflowError):
         return None
-    if LARGEST_NUMBER < abs(number) < math.inf:
-        return None
-    return number
+    return None if LARGEST_NUMBER < abs(number) < math.inf else number
 
 
 def finite(cell: Any) -> float | None:
     """Return the number in a cell or record if means can be taken of it; None for NaN and infinity."""
     number = as_number(cell)
-    if number is None or not math.isfinite(number):
-        return None
-    return number
+    return number if number is not None and math.isfinite(number) else None

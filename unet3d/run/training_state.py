@@ -2,7 +2,7 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,10 @@ class TrainingState:
         checkpoint.load_weights(self.model, state["model"], source.path)
         self._load_optimizer(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        self._warn_of_other_threads(state["threads"])
+        threads = torch.get_num_threads()  # split sums on the CPU
+        if self._device.type == "cpu" and ranks.RANK == 0 and state["threads"] != threads:
+            remedy = f"OMP_NUM_THREADS={state['threads']} keeps it equal to the bit"
+            warn(f"resume: threads: {state['threads']} -> {threads}; the run goes on equal but for rounding; {remedy}")
         self._load_random_state(state)  # last: building things draws from it
         if changes:
             before = compose.from_plain(state["config"] | {"resume": None})
@@ -130,13 +133,6 @@ class TrainingState:
                 own_group = own_group | {optim.COUNT: group[optim.COUNT]}
             groups.append(own_group)
         self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
-
-    def _warn_of_other_threads(self, before: int) -> None:
-        """Warn where sums on the CPU are split in another way than before."""
-        now = torch.get_num_threads()
-        if self._device.type == "cpu" and ranks.RANK == 0 and before != now:
-            remedy = f"OMP_NUM_THREADS={before} keeps it equal to the bit"
-            warn(f"resume: threads: {before} -> {now}; the run goes on equal but for rounding; {remedy}")
 
     def _load_random_state(self, state: dict[str, Any]) -> None:
         """Load the state of this rank's random numbers; a rank that was not there before gets a seed of its own."""
@@ -186,9 +182,8 @@ class CheckpointManager:
 
     def warn(self, error: Exception) -> None:
         """Print that the run is not saved, and what its last checkpoint is."""
-        if self.saved is None:
-            newest = "there is no checkpoint yet"
-        else:
+        newest = "there is no checkpoint yet"
+        if self.saved is not None:
             newest = f"the last checkpoint is of step {self.saved[0]}"
         warn(f"{error}; training goes on, {newest}")
 
@@ -284,25 +279,20 @@ def _refuse_other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> No
     for kind in ("images", "labels"):
         changed = []
         for name in sorted(before.keys() & now.keys()):
-            then = before[name][kind]
-            today = now[name][kind]
+            then, today = before[name][kind], now[name][kind]
             extent = "full" if then["full"] and today["full"] else "sample"
             if then[extent] != today[extent]:
                 changed.append(name)
             elif extent == "sample" and then["times"] != today["times"]:
                 sampled[name] = None
         if changed:
-            differing.append(f"{kind} of {_listed(changed)}")
+            differing.append(f"{kind} of {_short(', '.join(changed))}")
     if differing:
         remedy = "put the old files back, or start a new run"
         raise UserError(f"resume: {', '.join(differing)} changed since the run began; {remedy}")
     if sampled:
         problem = "times changed, and a sample of the bytes is the same; a run with data.fingerprint=full compares all"
-        warn(f"resume: files of {_listed(sampled)}: {problem}")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return _short(", ".join(names))
+        warn(f"resume: files of {_short(', '.join(sampled))}: {problem}")
 
 
 def _short(value: object) -> str:

@@ -5,7 +5,7 @@ files', the label maps of the last validation are scored on the files' grids too
 """
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,10 @@ from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Regions
 from unet3d.config.schema import Config, Loss
 from unet3d.config.schema import Data as Options
-from unet3d.data import sparse
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import written_values
-from unet3d.data.patches import PreparedCase
 from unet3d.data.prepare import PreparedData, Read
+from unet3d.data.preprocess import extent, scored_slices
 from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.memory import remedies
@@ -59,26 +58,24 @@ def evaluate(
     strips, which are then not computed again. With the options of a `loss`, each score has it. Of the classes `largest`
     only the largest component counts.
     """
-    with progress.counting(title, len(cases)) as counter:
-        for case in cases:
-            prepared = read(case)
-            label = prepared.label.numpy()
-            volume_loss = None
-            probabilities = predictor.strips(prepared.image, case.named)
-            if loss is not None and VolumeLoss.exists(loss):
-                outputs = classes if regions is None else len(regions.labels)
-                volume_loss = VolumeLoss(loss, outputs, regions)
-                probabilities = volume_loss.adding(probabilities, label)
-            strips = ArgmaxCollector(probabilities, regions)
-            if keep is not None:
-                keep(case, strips)
-            prediction = largest_components(strips.whole(), largest)
-            score = score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95, regions)
-            if volume_loss is not None:
-                score = score._replace(loss=volume_loss.value())
-            yield score
-            del prepared, probabilities, strips, prediction, label  # before the next case is read
-            counter.advance()
+    for case in progress.track(cases, title, len(cases)):
+        prepared = read(case)
+        label = prepared.label.numpy()
+        volume_loss = None
+        probabilities = predictor.strips(prepared.image, case.named)
+        if loss is not None and VolumeLoss.exists(loss):
+            outputs = classes if regions is None else len(regions.labels)
+            volume_loss = VolumeLoss(loss, outputs, regions)
+            probabilities = volume_loss.adding(probabilities, label)
+        strips = ArgmaxCollector(probabilities, regions)
+        if keep is not None:
+            keep(case, strips)
+        prediction = largest_components(strips.whole(), largest)
+        score = score_case(case.id, prediction, label, classes, prepared.spacing, IGNORE, hd95, regions)
+        if volume_loss is not None:
+            score = score._replace(loss=volume_loss.value())
+        yield score
+        del prepared, probabilities, strips, prediction, label  # before the next case is read
 
 
 def score_on_own_grid(case: Case, prediction: np.ndarray, dataset: DatasetInfo) -> CaseScore:
@@ -108,8 +105,7 @@ class Predictions:
     @property
     def pictures(self) -> list[Path]:
         """Existing pictures: of the best, the median and the worst case, or of the only one."""
-        paths = [self._picture(role) for role in ("", *ROLES)]
-        return [path for path in paths if path.exists()]
+        return [path for path in map(self._picture, ("", *ROLES)) if path.exists()]
 
     def clear(self) -> None:
         """Remove what an earlier end of this run left: it belongs to other weights."""
@@ -121,9 +117,8 @@ class Predictions:
     def try_add(self, case: Case, strips: ArgmaxCollector) -> None:
         """Write the label map of a case, if that is possible; `complete` makes up for it, or raises."""
         try:
-            self._add(case, strips)
-        except UserError:
-            return
+            with suppress(UserError):
+                self._add(case, strips)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -131,23 +126,19 @@ class Predictions:
     def complete(self, predictor: Predictor) -> None:
         """Add what is missing, as after a kill or on a disk that was full. Raises NotSaved, UserError."""
         missing = [case for case in self.data.val if not self._path(case).exists()]
-        if missing:
-            with progress.counting("predicting cases", len(missing)) as counter:
-                for case in missing:
-                    image = self.data.read_val(case).image
-                    strips = ArgmaxCollector(predictor.strips(image, case.named), self.data.dataset.regions)
-                    self._add(case, strips)
-                    strips.whole()
-                    counter.advance()
+        for case in progress.track(missing, "predicting cases", len(missing)) if missing else ():
+            image = self.data.read_val(case).image
+            strips = ArgmaxCollector(predictor.strips(image, case.named), self.data.dataset.regions)
+            self._add(case, strips)
+            strips.whole()
         if has_own_grids(self.data, self.options):
             self._score()
         for role, (case, title) in self._shown().items():
             path = self._picture(role)
             if not path.exists():
                 with _saving(path):
-                    written, header = read_label_map(case, self._path(case), LabelValues.written(self._values))
-                    prediction = on_network_grid(written, case, header, self.options.spacing, None)
-                    self.draw(case, prediction, path, title)
+                    labels, header = read_label_map(case, self._path(case), LabelValues.written(self._values))
+                    self.draw(case, on_network_grid(labels, case, header, self.options.spacing, None), path, title)
 
     @property
     def _values(self) -> tuple[int, ...]:
@@ -158,28 +149,20 @@ class Predictions:
         path = self._path(case)
         if not path.exists():
             with _saving(path):
+                files, regions = self.data.read.files, self.data.dataset.regions
                 save_prediction(
-                    path,
-                    strips,
-                    case,
-                    self.options.spacing,
-                    values=self._values,
-                    files=self.data.read.files,
-                    regions=self.data.dataset.regions,
+                    path, strips, case, self.options.spacing, values=self._values, files=files, regions=regions
                 )
 
     def _score(self) -> None:
         """Put the scores of the label maps on the files' own grids first in scores.csv, a case at a time in memory."""
-        dataset = self.data.dataset
         path = self.folder / "scores.csv"
         scores = []
-        with progress.counting("scoring", len(self.data.val)) as counter:
-            for case in self.data.val:
-                prediction, _ = read_label_map(case, self._path(case), LabelValues.written(self._values))
-                scores.append(score_on_own_grid(case, prediction, dataset))
-                counter.advance()
+        for case in progress.track(self.data.val, "scoring", len(self.data.val)):
+            prediction, _ = read_label_map(case, self._path(case), LabelValues.written(self._values))
+            scores.append(score_on_own_grid(case, prediction, self.data.dataset))
         with _saving(path):
-            write_text(path, both_csv_text(scores, dataset.classes, read_text(path)))
+            write_text(path, both_csv_text(scores, self.data.dataset.classes, read_text(path)))
 
     def _path(self, case: Case) -> Path:
         return self.folder / "predictions" / f"{case.id}.nii.gz"
@@ -195,9 +178,8 @@ class Predictions:
         shown = {}
         for role, score in chosen(rows or [{"case": self.data.val[0].id}]).items():
             rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
-            if score.mean is None:
-                dice = "no class to score"
-            else:
+            dice = "no class to score"
+            if score.mean is not None:
                 by_class = [f"{name} {value:.3f}" for name, value in score.classes.items()]
                 dice = f"mean Dice {score.mean:.3f} ({', '.join(by_class)})"
             shown[role] = (cases[score.name], f"{score.title}, {rank}: {dice}")
@@ -210,22 +192,15 @@ class Predictions:
         where = None
         if self.options.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
-            where = self._scored_slices(prepared)
+            slices = scored_slices(prepared.label, self.options)
+            where = [(low + high) // 2 for low, high in extent(prepared.label)]
+            for axis, indices in enumerate(slices):
+                distances = {index: abs(index - where[axis]) for index in indices}
+                where[axis] = min(distances, key=distances.__getitem__, default=where[axis])
         image = prepared.image[0].numpy()
         dataset = self.data.dataset
         labels_of = None if dataset.regions is None else dataset.regions.labels
         case_plots.segmentation(image, layers, prepared.spacing, dataset.classes, path, title, where, labels_of)
-
-    def _scored_slices(self, prepared: PreparedCase) -> list[int]:
-        """Return for each axis the scored slice that is nearest to the middle of the labels."""
-        extent = sparse.extent(prepared.label)
-        slices = sparse.scored_slices(prepared.label, self.options)
-        pairs = zip(slices, extent, strict=True)
-        return [_nearest(indices, (low + high) // 2) for indices, (low, high) in pairs]
-
-
-def _nearest(indices: Iterable[int], middle: int) -> int:
-    return min(indices, key=lambda index: abs(index - middle), default=middle)
 
 
 @contextmanager
@@ -308,19 +283,18 @@ class Validator:
             self.predictions.try_add(case, strips)
 
     def log_first_case(self, step: int, dice: float | None) -> None:
-        """Log a picture of the first held-out case with the mean Dice of all, on the rank that has a logger for it."""
-        strips = self.first_case
-        self.first_case = None
-        if ranks.RANK == 0 and strips is not None:
-            self._draw_first_case(strips.whole(), step, dice)
+        """Log a picture of the first held-out case with the mean Dice of all, on the rank that has a logger for it.
 
-    def _draw_first_case(self, prediction: np.ndarray, step: int, dice: float | None) -> None:
-        """Draw and log the picture, where disk and memory have room for it."""
+        It is left out where disk or memory have no room for it.
+        """
+        strips, self.first_case = self.first_case, None
+        if ranks.RANK or strips is None:
+            return
         case = self.data.val[0]
         path = self.folder / "figures" / "validation.png"
         mean = "" if dice is None else f", mean Dice of all {dice:.3f}"
         try:
-            self.predictions.draw(case, prediction, path, f"{case.id}, step {step}{mean}")
+            self.predictions.draw(case, strips.whole(), path, f"{case.id}, step {step}{mean}")
         except OSError as error:
             warn(not_saved(path, error))
         except (UserError, RuntimeError, MemoryError) as error:

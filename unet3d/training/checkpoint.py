@@ -8,12 +8,13 @@ import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from unet3d.base.errors import (
     CheckpointError,
@@ -54,11 +55,8 @@ def save_checkpoint(path: Path, state: dict[str, Any], previous: Path | None = N
 
 def _storage_bytes(state: dict[str, Any]) -> int:
     """Return the bytes of the tensors' storages, which are nearly all of a checkpoint."""
-    sizes = {}
-    for tensor in _tensors(state):
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _free_space(folder: Path) -> str:
@@ -66,17 +64,6 @@ def _free_space(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free:,} bytes are free"
     except OSError:
         return "nothing is free"
-
-
-def _tensors(state: object) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors(value)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

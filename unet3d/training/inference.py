@@ -19,24 +19,10 @@ from unet3d.base.errors import NonFinitePrediction
 from unet3d.base.types import ProbabilityBlock
 from unet3d.config.schema import Model
 from unet3d.model import geometry
+from unet3d.training import windows
 from unet3d.training.own_parts import refuse_odd_logits
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.windows import (
-    Axes,
-    Corners,
-    HostMemory,
-    aligned_corners,
-    box,
-    even_corners,
-    free_bytes,
-    gaussian,
-    in_volume_order,
-    pad,
-    scan_order,
-    sum_sizes,
-    sums_bytes,
-    window_means,
-)
+from unet3d.training.windows import Axes, Corners, HostMemory
 
 
 @dataclass(frozen=True)
@@ -89,22 +75,26 @@ class Predictor:
         """Yield the strips of `strips`; networks are in evaluation mode."""
         x, y, z = image.shape[1:]
         out_window = geometry.output_size(self.window, self.options)
-        strides = self._total_strides()
+        strides = [math.prod(levels) for levels in zip((1, 1, 1), *geometry.strides(self.options), strict=True)]
         if self.options.padding == "valid":
-            corners = aligned_corners((x, y, z), out_window, strides)
+            corners = windows.aligned_corners((x, y, z), out_window, strides)
             weight = torch.ones(out_window)
         else:
-            corners = even_corners((x, y, z), self.window, self.overlap)
-            weight = gaussian(out_window)
-        axes = scan_order(corners, out_window)
-        padded, offset = pad(image, corners, self.window, out_window, strides)
+            corners = windows.even_corners((x, y, z), self.window, self.overlap)
+            weight = windows.gaussian(out_window)
+        axes = windows.scan_order(corners, out_window)
+        padded, offset = windows.pad(image, corners, self.window, out_window, strides)
         on_device = self.sums_on_device
         if on_device is None:
             on_device = self.sums_fit(corners, out_window)
-        host = self._host_memory(corners, out_window, axes, on_device)
-        places = _places(corners, axes)
+        # Of probabilities of one strip after another, if sums are on the device, else of logits.
+        strip_size, _ = windows.sum_sizes(corners, out_window, axes)
+        numbers = math.prod(strip_size) * (self.options.classes or 0) if on_device else 0
+        host = HostMemory(is_pinned=self._device.type == "cuda", numbers=numbers)
+        in_scan_order = itertools.product(*(corners[axis] for axis in axes))
+        places = [windows.in_volume_order(place, axes) for place in in_scan_order]
         logits = self._logits(padded, places, host=None if on_device else host)
-        for (a, b, c), means in window_means(logits, corners, weight, axes):
+        for (a, b, c), means in windows.window_means(logits, corners, weight, axes):
             corner = (a - offset[0], b - offset[1], c - offset[2])
             block = ProbabilityBlock((x, y, z), axes, corner, means)
             strip = _probabilities_inside(block, self._has_regions)
@@ -116,28 +106,6 @@ class Predictor:
             if not math.isfinite(strip.probabilities[0].sum().item()):
                 raise self._not_finite(name)
             yield strip
-
-    def _total_strides(self) -> list[int]:
-        """Return the product of all levels' strides along each axis."""
-        strides = [1, 1, 1]
-        for level in geometry.strides(self.options):
-            for axis, stride in enumerate(level):
-                strides[axis] *= stride
-        return strides
-
-    def _host_memory(
-        self,
-        corners: Corners,
-        out_window: Sequence[int],
-        axes: Axes,
-        on_device: bool,
-    ) -> HostMemory:
-        """Return memory for probabilities of one strip after another, if sums are `on_device`, else for logits."""
-        numbers = 0
-        if on_device:
-            strip_size, _ = sum_sizes(corners, out_window, axes)
-            numbers = math.prod(strip_size) * (self.options.classes or 0)
-        return HostMemory(is_pinned=self._device.type == "cuda", numbers=numbers)
 
     def _not_finite(self, name: str) -> NonFinitePrediction:
         """Return the error to raise for an image."""
@@ -161,8 +129,8 @@ class Predictor:
         """Return whether the sums are predicted to fit on the networks' device, beside a pass."""
         if self.window_bytes is None or self.options.classes is None:
             return False
-        needed = sums_bytes(corners, out_window, self.options.classes) + self.window_bytes
-        return needed <= free_bytes(self._device)
+        needed = windows.sums_bytes(corners, out_window, self.options.classes) + self.window_bytes
+        return needed <= windows.free_bytes(self._device)
 
     def _logits(self, padded: Tensor, places: Sequence[Axes], host: HostMemory | None) -> Iterator[Tensor]:
         """Yield logits K D H W of the windows at `places`, on the networks' device, or in `host` memory."""
@@ -172,21 +140,20 @@ class Predictor:
             logits = self.window_logits(self._tiles(padded, batch))
             if host is not None and logits.device.type != "cpu":
                 logits = host.take(logits)
-            windows = [*logits.unbind()]
+            of_windows = [*logits.unbind()]
             del logits  # so the batch is freed once the caller drops its last window
-            while windows:
-                yield windows.pop(0)
+            while of_windows:
+                yield of_windows.pop(0)
 
     def _tiles(self, padded: Tensor, places: Sequence[Axes]) -> Tensor:
         """Return the windows N C D H W at `places`, on the networks' device."""
-        windows = [padded[box(place, self.window)] for place in places]
-        if self._device.type == "cpu" and len(windows) == 1:
-            return windows[0][None]  # not a copy
-        is_cuda = self._device.type == "cuda"
-        shape = (len(windows), *windows[0].shape)
-        tiles = torch.empty(shape, dtype=padded.dtype, pin_memory=is_cuda)
+        parts = [padded[windows.box(place, self.window)] for place in places]
+        if self._device.type == "cpu" and len(parts) == 1:
+            return parts[0][None]  # not a copy
+        shape = (len(parts), *parts[0].shape)
+        tiles = torch.empty(shape, dtype=padded.dtype, pin_memory=self._device.type == "cuda")
         # The copy may still run when `tiles` is let go of: torch gives its pages to no other tensor before it is over.
-        return torch.stack(windows, out=tiles).to(self._device, non_blocking=True)
+        return torch.stack(parts, out=tiles).to(self._device, non_blocking=True)
 
     def window_logits(self, tiles: Tensor) -> Tensor:
         """Return mean logits N K D H W of windows N C D H W, over networks and all combinations of mirrored axes.
@@ -213,12 +180,6 @@ class Predictor:
         assert total is not None
         passes = len(self.models) * len(mirrorings)
         return total.div_(passes) if passes > 1 else total
-
-
-def _places(corners: Corners, axes: Axes) -> list[Axes]:
-    """Return the corners of all windows, in the order in which they are computed."""
-    in_scan_order = itertools.product(*(corners[axis] for axis in axes))
-    return [in_volume_order(place, axes) for place in in_scan_order]
 
 
 def _sigmoid_in_place(logits: Tensor) -> Tensor:

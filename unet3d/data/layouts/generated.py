@@ -13,9 +13,9 @@ from unet3d.base.errors import UserError, is_disk_full, make_room
 from unet3d.base.files import making_folder
 from unet3d.config.schema import LAYOUTS, Data, Phantom
 from unet3d.data import restore
-from unet3d.data.cases import Case, DatasetInfo, layout, with_classes
+from unet3d.data.cases import Case, DatasetInfo, layout, sound, with_classes
 from unet3d.data.labels import asked_regions
-from unet3d.data.layouts.decathlon import decathlon
+from unet3d.data.layouts.stored import decathlon
 
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
 PHANTOM: dict[str, Any] = {  # its dataset.json, without the cases
@@ -63,16 +63,13 @@ def phantom_outline(data: Data) -> DatasetInfo:
     """Return what `read_dataset` returns for the phantom, and generate no file. Raises UserError."""
     folder = phantom_folder(data.phantom, Path(data.root or LAYOUTS["phantom"]["generated"]))
     cases = list[Case]()
-    for index in range(data.phantom.cases):
-        entry = _entry(_phantom_name(index))
-        cases.append(Case(_phantom_name(index), (folder / entry["image"],), folder / entry["label"]))
+    for name in _phantom_names(data.phantom):
+        entry = _entry(name)
+        cases.append(Case(name, (folder / entry["image"],), folder / entry["label"]))
     names = {int(label): name for label, name in PHANTOM["labels"].items()}
     channels = tuple(PHANTOM["modality"].values())
     dataset = DatasetInfo(PHANTOM["name"], channels, tuple(cases), data.ignore, announced=len(cases))
-    dataset = with_classes(dataset, names, data, folder / "dataset.json", asked_regions(data))
-    if dataset.wrong_labels:
-        raise UserError(dataset.wrong_labels)
-    return dataset
+    return sound(with_classes(dataset, names, data, folder / "dataset.json", asked_regions(data)))
 
 
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
@@ -121,14 +118,9 @@ def phantom_folder(options: Phantom, parent: Path) -> Path:
     return parent / f"v{PHANTOM_VERSION}-{options.cases}x{shape}-seed{options.seed}"
 
 
-def _phantom_name(index: int) -> str:
-    return f"phantom_{index:03d}"
-
-
 def phantom_header(options: Phantom) -> nib.Nifti1Image:
     """Return an image on the grid of the phantom's, whose voxels take no memory."""
-    voxels = np.broadcast_to(np.int16(0), options.shape)
-    return nib.Nifti1Image(voxels, _phantom_affine(options))
+    return nib.Nifti1Image(np.broadcast_to(np.int16(0), options.shape), _phantom_affine(options))
 
 
 def _phantom_affine(options: Phantom) -> np.ndarray:
@@ -141,15 +133,18 @@ def _phantom_affine(options: Phantom) -> np.ndarray:
 def _phantom_cases(options: Phantom) -> Iterator[GeneratedCase]:
     """Yield the cases one by one."""
     affine = _phantom_affine(options)
-    for index in progress.track(range(options.cases), "generating cases", options.cases):
-        rng = np.random.default_rng([options.seed, index])
-        image, label = draw_phantom(rng, options.shape)
-        stored = np.rint(1000 * image).astype(np.int16)
-        yield GeneratedCase(_phantom_name(index), stored, label, affine)
+    for index, name in enumerate(progress.track(_phantom_names(options), "generating cases", options.cases)):
+        image, label = draw_phantom(np.random.default_rng([options.seed, index]), options.shape)
+        yield GeneratedCase(name, np.rint(1000 * image).astype(np.int16), label, affine)
+
+
+def _phantom_names(options: Phantom) -> list[str]:
+    return [f"phantom_{index:03d}" for index in range(options.cases)]
 
 
 def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return one case: image float64 (X, Y, Z), air near 0 and vessels near 1; label uint8 (X, Y, Z)."""
+    from scipy.spatial import cKDTree
     from scipy.spatial.transform import Rotation
 
     # Voxel centres (3, X, Y, Z) in [-1, 1]: structures keep their proportions in any shape.
@@ -166,7 +161,8 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
     organ = _ellipsoid(points, centre, radii, pose.as_matrix())
     organ = np.maximum(organ, GAP - outside)
     line = centre + pose.apply(radii * _vessel_axes(rng))
-    tube = _distance(line, points) - 0.15
+    away, _ = cKDTree(line).query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)  # infinite beyond
+    tube = away - 0.15
     vessel = np.maximum(tube, organ + 2 * GAP)
     in_organ = (organ < -GAP) & (vessel > 0)
     in_body = (body < 0) & (organ > GAP) & (spine > 0)
@@ -180,24 +176,10 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
         *((ball, LESION) for ball in lesions),
         *zip(others, (LESION, VESSEL, LESION, ORGAN, LESION), strict=False),
     ]
-    label = _label_map([organ, vessel, np.minimum.reduce(lesions)])
-    return _scanned(rng, layers), label
-
-
-def _label_map(distances: Sequence[np.ndarray]) -> np.ndarray:
-    """Return labels 1, 2 ... (X, Y, Z) where each distance is negative, uint8; later ones cover earlier ones."""
-    label = np.zeros(distances[0].shape, np.uint8)
-    for value, distance in enumerate(distances, start=1):
+    label = np.zeros(organ.shape, np.uint8)
+    for value, distance in enumerate((organ, vessel, np.minimum.reduce(lesions)), start=1):  # later ones cover others
         label[distance < 0] = value
-    return label
-
-
-def _distance(line: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Return the distance (X, Y, Z) of points (3, X, Y, Z) to a line of points (N, 3), infinite beyond FAR."""
-    from scipy.spatial import cKDTree
-
-    distance, _ = cKDTree(line).query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)
-    return np.asarray(distance)
+    return _scanned(rng, layers), label
 
 
 def _scanned(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
@@ -205,17 +187,14 @@ def _scanned(rng: np.random.Generator, layers: Sequence[tuple[np.ndarray, float]
 
     With a smooth gain, as the magnitude of two noisy channels.
     """
-    tones = dict[float, float]()
-    for tone in (BODY, ORGAN, VESSEL, LESION):
-        tones[tone] = tone + JITTER * rng.standard_normal()
+    tones = {tone: tone + JITTER * rng.standard_normal() for tone in (BODY, ORGAN, VESSEL, LESION)}
     image = np.full(layers[0][0].shape, AIR)
     for distance, tone in layers:
         share = np.clip(0.5 - distance * len(image) / 2, 0, 1)  # two tones share a voxel at a border
         image += share * (tones[tone] - image)
     gain = np.exp(BIAS * _smooth(rng, image.shape, width=0.3))
     real, imaginary = NOISE * rng.standard_normal((2, *image.shape))
-    magnitude = np.hypot(image * gain + real, imaginary)
-    return np.asarray(magnitude)
+    return np.asarray(np.hypot(image * gain + real, imaginary))
 
 
 def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.ndarray:
@@ -223,7 +202,7 @@ def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.
     from scipy.ndimage import gaussian_filter
 
     noise = rng.standard_normal(shape)
-    field: np.ndarray = gaussian_filter(noise, [width * n for n in shape], mode="nearest")
+    field = gaussian_filter(noise, [width * n for n in shape], mode="nearest")
     return np.asarray((field - field.mean()) / field.std())
 
 
@@ -278,23 +257,16 @@ def ensure_mni152(parent: Path) -> Path:
 
 
 def _mni152_cases() -> Iterator[GeneratedCase]:
-    """Yield the one case, its voxels as nilearn's files store them, 0 to LEVELS."""
+    """Yield the one case, its voxels from 0 to LEVELS as in nilearn's files, of which it makes shares in float32."""
     try:
         from nilearn import datasets  # takes a second, and only the first run needs it
     except ImportError as error:
         command = 'python -m pip install -c constraints.txt -e ".[brain]"'
         raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error
     template = datasets.load_mni152_template(resolution=1)
-    image = _stored(template)
-    gray = _stored(datasets.load_mni152_gm_template(resolution=1))
-    white = _stored(datasets.load_mni152_wm_template(resolution=1))
+    maps = template, datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
+    image, gray, white = (np.rint(LEVELS * np.asarray(one.dataobj)).astype(np.int16) for one in maps)
     yield GeneratedCase("mni152", image, mni152_labels(gray, white), template.affine)
-
-
-def _stored(image: nib.Nifti1Image) -> np.ndarray:
-    """Return the stored integers of an image of nilearn, which has shares of the largest voxel in float32."""
-    stored: np.ndarray = np.rint(LEVELS * np.asarray(image.dataobj)).astype(np.int16)
-    return stored
 
 
 def mni152_labels(gray: np.ndarray, white: np.ndarray) -> np.ndarray:
