@@ -75,14 +75,8 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "explained.txt", text)
     write_text(out / "config.yaml", compose.to_yaml(subject.config))
-    memory = {
-        "about": _summary(subject),
-        "parameters": subject.parameters,
-        "predicted": subject.entry,
-        "advice": advice,
-        "without": without,
-    }
-    write_json(out / "memory.json", memory)
+    memory = {"about": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
+    write_json(out / "memory.json", memory | {"advice": advice, "without": without})
     memory_plots.write_ledger_files(subject.ledger, out)
     print(escaped(report.write_report(record.read_run(out))))
 
@@ -194,16 +188,8 @@ def _further(subject: MemoryEstimate) -> Table:
     rows = []
     for option in remedies.single_techniques(subject):
         less = subject.step.tensors - option.step.tensors
-        rows.append(
-            [
-                *option.overrides,
-                mib(option.step.tensors),
-                mib(less),
-                percent(less, subject.step.tensors),
-                f"{option.repeated:+.0%}",
-                option.changes,
-            ]
-        )
+        sizes = [mib(option.step.tensors), mib(less), percent(less, subject.step.tensors)]
+        rows.append([*option.overrides, *sizes, f"{option.repeated:+.0%}", option.changes])
     return Table(["option", "peak with it (MiB)", "saved (MiB)", "share", "FLOPs", "changes"], rows)
 
 
@@ -268,18 +254,10 @@ def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> 
     """Return what half the width at each level saves, in bytes and in parameters."""
     rows = []
     for level, other in narrower.items():
-        change = other.step.tensors / subject.step.tensors - 1
-        change_of_parameters = other.parameters / subject.parameters - 1
-        rows.append(
-            [
-                str(level),
-                f"{subject.model.features[level]} -> {other.model.features[level]}",
-                mib(other.step.tensors),
-                f"{change:+.0%}",
-                f"{other.parameters:,}",
-                f"{change_of_parameters:+.0%}",
-            ]
-        )
+        peak = [mib(other.step.tensors), f"{other.step.tensors / subject.step.tensors - 1:+.0%}"]
+        parameters = [f"{other.parameters:,}", f"{other.parameters / subject.parameters - 1:+.0%}"]
+        width = f"{subject.model.features[level]} -> {other.model.features[level]}"
+        rows.append([str(level), width, *peak, *parameters])
     return Table(["level", "width", "peak (MiB)", "change", "parameters", "change"], rows)
 
 
@@ -288,17 +266,10 @@ def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
     columns = ["network", "widths", "parameters", "peak (MiB)", "of it at full resolution", "channels joined there"]
     rows = []
     for relative in relatives:
-        full_resolution = relative.entry["levels"][0]["bytes"]
-        rows.append(
-            [
-                relative.name,
-                "-".join(map(str, relative.model.features)),
-                f"{relative.parameters:,}",
-                mib(relative.step.tensors),
-                f"{full_resolution / relative.step.tensors:.0%}",
-                _joined(relative),
-            ]
-        )
+        peak = relative.step.tensors
+        widths = "-".join(map(str, relative.model.features))
+        share = f"{relative.entry['levels'][0]['bytes'] / peak:.0%}"  # of full resolution
+        rows.append([relative.name, widths, f"{relative.parameters:,}", mib(peak), share, _joined(relative)])
     return Table(columns, rows)
 
 

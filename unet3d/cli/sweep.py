@@ -30,6 +30,7 @@ from unet3d.config.schema import Config
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"
+FOLDER = "hydra.sweep.dir"
 LOG = "log.txt"  # of a job's run folder: what it printed
 stopped = threading.Event()  # set once this process may begin no more jobs
 
@@ -48,9 +49,8 @@ def plan(overrides: Sequence[str]) -> list[Job]:
     """Return the jobs of a sweep, each composed once. Raises UserError before any begins."""
     goes_on = GOES_ON in overrides
     words = [word for word in overrides if word != GOES_ON]
-    has_folder = any(word.startswith("hydra.sweep.dir=") and "${" not in word for word in words)
-    if goes_on and not has_folder:
-        raise UserError(f"{GOES_ON}: goes on in the folder of a sweep; name it: hydra.sweep.dir=runs/a")
+    if goes_on and not any(word.startswith(f"{FOLDER}=") and "${" not in word for word in words):
+        raise UserError(f"{GOES_ON}: goes on in the folder of a sweep; name it: {FOLDER}=runs/a")
     composed = _compose_each(words)
     added = compose.added_sweep(words, composed)
     if added:
@@ -60,36 +60,31 @@ def plan(overrides: Sequence[str]) -> list[Job]:
         with open_dict(one.tree), in_one_line():
             one.tree.hydra.job.num = number
             folder = one.sweep_folder / str(one.tree.hydra.sweep.subdir)
-        jobs.append(Job(one, compose.load(one.options), folder, number))
-        _refuse(jobs, goes_on)
+        job = Job(one, compose.load(one.options), folder, number)
+        if job.config.resume is not None or job.config.requeue:
+            advice = f"a sweep goes on with {GOES_ON} {FOLDER}=FOLDER, and hydra/launcher=slurm requeues its jobs"
+            raise UserError(f"resume=FOLDER and requeue=true are for one run; {advice}")
+        if folder in {other.folder for other in jobs}:
+            raise UserError(f"{folder}: would be the folder of two jobs; leave out hydra.sweep.subdir")
+        if folder.is_dir() and not goes_on:
+            with lifecycle.hold_folder(folder) as is_locked:
+                lifecycle.refuse_used(folder, job.config.dry_run, is_locked)
+        jobs.append(job)
     return jobs
 
 
 def _compose_each(words: Sequence[str]) -> list[Composed]:
     """Compose the overrides of each job; all name the folder of the first, which may depend on the time."""
-    first, *others = compose.sweep(words)
-    composed = [compose.compose_tree(first)]
-    for job in others:
-        composed.append(compose.compose_tree([*job, folder_override(composed[0].sweep_folder)]))
+    composed: list[Composed] = []
+    for job in compose.sweep(words):
+        named = [folder_override(composed[0].sweep_folder)] if composed else []
+        composed.append(compose.compose_tree([*job, *named]))
     return composed
 
 
 def folder_override(folder: Path) -> str:
     """Return the override that names the folder of a sweep."""
-    return lifecycle.path_option("hydra.sweep.dir", folder)
-
-
-def _refuse(jobs: Sequence[Job], goes_on: bool) -> None:
-    """Raise UserError where the last of these jobs cannot begin."""
-    *others, job = jobs
-    if job.config.resume is not None or job.config.requeue:
-        advice = f"a sweep goes on with {GOES_ON} hydra.sweep.dir=FOLDER, and hydra/launcher=slurm requeues its jobs"
-        raise UserError(f"resume=FOLDER and requeue=true are for one run; {advice}")
-    if job.folder in {other.folder for other in others}:
-        raise UserError(f"{job.folder}: would be the folder of two jobs; leave out hydra.sweep.subdir")
-    if job.folder.is_dir() and not goes_on:
-        with lifecycle.hold_folder(job.folder) as is_locked:
-            lifecycle.refuse_used(job.folder, job.config.dry_run, is_locked)
+    return lifecycle.path_option(FOLDER, folder)
 
 
 def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
@@ -193,8 +188,7 @@ def _interrupted(jobs: Sequence[Job]) -> int:
     if jobs[0].composed.choice("hydra/launcher") in QUEUES:
         remedy = "its jobs go on"
     command = f"python -m unet3d compare {shlex.quote(str(folder))}"
-    codes = [_code(job.folder) or 0 for job in jobs]
-    code = max(Preempted.exit_code, *codes)
+    code = max(Preempted.exit_code, *(_code(job.folder) or 0 for job in jobs))
     return lifecycle.print_error(f"sweep interrupted; {remedy}; to compare its finished jobs: {command}", code)
 
 
@@ -206,12 +200,9 @@ def _code(folder: Path) -> int | None:
 
 def _exit_code(job: Job, before: int) -> int:
     """Return the exit code of a job that wrote its STATUS last at `before` (ns), 0: never."""
-    after = lifecycle.status(job.folder)[0]
-    code = _code(job.folder)
-    if after != before:
-        if code is None:
-            return lifecycle.print_error(f"{job.folder}: the job was lost, or still runs", 1)
-        return code
+    if lifecycle.status(job.folder)[0] != before:
+        code = _code(job.folder)
+        return lifecycle.print_error(f"{job.folder}: the job was lost, or still runs", 1) if code is None else code
     if before:  # the run that is there stays as it is; the job said why
         return UserError.exit_code
     job.folder.mkdir(parents=True, exist_ok=True)

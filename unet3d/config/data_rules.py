@@ -17,11 +17,19 @@ def check_data(data: Data) -> None:
     """Raise UserError for the first option that another does not allow."""
     if len(set(data.augment.mirror)) != len(data.augment.mirror):
         raise UserError(f"data.augment.mirror={data.augment.mirror}: name each axis once")
-    _check_fold("fold", data.fold, data.folds)
-    _check_fold("sparse_fold", data.sparse_fold, data.sparse_folds)
+    for name, index, count in (
+        ("fold", data.fold, data.folds),
+        ("sparse_fold", data.sparse_fold, data.sparse_folds),
+    ):
+        if index is not None and index >= count:
+            raise UserError(f"data.{name}={index}: with data.{name}s={count} it runs from 0 to {count - 1}")
     if not names_classes(data) and not data.classes and data.regions is None:
         raise UserError(f"data.classes is not set: data={data.format} needs the class names, e.g. [background,organ]")
-    _check_label_map(data)
+    if data.label_map is not None:
+        count = len(label_sources(data.label_map).keys() | {0})
+        if data.classes and len(data.classes) != count:
+            problem = f"makes {count} classes, background with them, but data.classes has {len(data.classes)} names"
+            raise UserError(f"data.label_map={data.label_map}: {problem}; make them agree")
     _check_regions(data)
     _check_sparse(data)
 
@@ -43,11 +51,6 @@ def check_classes_of_new_run(data: Data) -> None:
         refuse_hidden(names, regions, option)
 
 
-def _check_fold(name: str, index: int | None, count: int) -> None:
-    if index is not None and index >= count:
-        raise UserError(f"data.{name}={index}: with data.{name}s={count} it runs from 0 to {count - 1}")
-
-
 def _check_sparse(data: Data) -> None:
     """Raise UserError for options of sparse slices that leave nothing to learn from, or to score."""
     for name, counts in (("sparse", data.sparse), ("scored", data.scored)):
@@ -66,16 +69,6 @@ def _check_sparse(data: Data) -> None:
         raise UserError(f"data.sparse={data.sparse}: {reason}; take none across x, e.g. data.sparse=[0,6,12]")
     if max(data.sparse) < data.sparse_folds:
         raise UserError(f"data.sparse={data.sparse}: too few slices for data.sparse_folds={data.sparse_folds}")
-
-
-def _check_label_map(data: Data) -> None:
-    """Raise UserError for a map of labels that cannot be, or that makes other classes than `data.classes`."""
-    if data.label_map is None:
-        return
-    count = len(label_sources(data.label_map).keys() | {0})
-    if data.classes and len(data.classes) != count:
-        problem = f"makes {count} classes, background with them, but data.classes has {len(data.classes)} names"
-        raise UserError(f"data.label_map={data.label_map}: {problem}; make them agree")
 
 
 def _check_regions(data: Data) -> None:
@@ -100,7 +93,7 @@ def label_sources(label_map: Any) -> dict[int, list[int]]:
         raise UserError(f"{option}: {example}")
     sources = {new: list(olds) if isinstance(olds, list) else [olds] for new, olds in label_map.items()}
     labels = [old for olds in sources.values() for old in olds]
-    if not all(_is_label(label) for label in (*sources, *labels)):
+    if not all(type(label) is int and 0 <= label <= MAX_LABEL for label in (*sources, *labels)):
         raise UserError(f"{option}: labels are whole numbers from 0 to {MAX_LABEL}; {example}")
     classes = sorted(sources.keys() - {0})
     if not classes or classes != list(range(1, len(classes) + 1)):
@@ -111,10 +104,6 @@ def label_sources(label_map: Any) -> dict[int, list[int]]:
     if times > 1:
         raise UserError(f"{option}: {label} is there twice; it can become one label only")
     return sources
-
-
-def _is_label(label: object) -> bool:
-    return type(label) is int and 0 <= label <= MAX_LABEL
 
 
 def checked_regions(labels_of: Mapping[Any, Any], order: Any, where: object, order_name: str) -> Regions:
