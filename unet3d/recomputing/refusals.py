@@ -43,37 +43,28 @@ def refuse_hooks_of_saved_tensors() -> None:
         )
 
 
-def refuse_replaced_parameters(model: nn.Module) -> None:
-    """Raise UserError if tensors stand in the place of parameters, since torch.export takes none there."""
+def refuse_layers(model: nn.Module) -> None:
+    """Raise UserError for layers that a trace or a schedule cannot follow.
+
+    Those are tensors in the place of parameters, since torch.export takes none there; running statistics whose weights
+    are counted, since a trace would keep the count of its pass; and, over several ranks, normalisations that exchange
+    statistics, since a schedule makes them again.
+    """
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     for path, module in model.named_modules():
+        where = path or type(model).__name__
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, nn.Parameter):
-                where = f"{path}.{name}".removeprefix(".")
-                raise UserError(
-                    f"{where} is a plain tensor in the place of a parameter, as functional_call puts it there; "
-                    "call the network without recompute so"
-                )
-
-
-def refuse_averages_over_all(model: nn.Module) -> None:
-    """Raise UserError for running statistics whose weights are counted: a trace would keep the count of its pass."""
-    for path, module in model.named_modules():
+                fault = "is a plain tensor in the place of a parameter, as functional_call puts it there"
+                name = f"{path}.{name}".removeprefix(".")
+                raise UserError(f"{name} {fault}; call the network without recompute so")
+        if has_others and isinstance(module, nn.SyncBatchNorm) and module.training:
+            fault = "SyncBatchNorm would exchange statistics between ranks again in recompute"
+            raise UserError(f"{where}: {fault}; train with BatchNorm, InstanceNorm or GroupNorm")
         is_counted = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None
         if is_counted and module.training and module.track_running_stats:
-            problem = (
-                f"{path or type(model).__name__}: {type(module).__name__} with momentum=None averages by the number"
-            )
-            raise UserError(f"{problem} of passes, which a schedule would not know; set its momentum, as 0.1")
-
-
-def refuse_exchange(model: nn.Module) -> None:
-    """Raise UserError if normalisations exchange statistics with other ranks: a schedule makes them again."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for path, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.training:
-            problem = f"{path or type(model).__name__}: SyncBatchNorm would exchange statistics between ranks again"
-            raise UserError(f"{problem} in recompute; train with BatchNorm, InstanceNorm or GroupNorm")
+            fault = "averages by the number of passes, which a schedule would not know"
+            raise UserError(f"{where}: {type(module).__name__} with momentum=None {fault}; set its momentum, as 0.1")
 
 
 # What torch.export says, in parts of its lines, and what that is in words.

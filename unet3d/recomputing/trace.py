@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from types import FrameType, MethodType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -35,10 +36,8 @@ from unet3d.recomputing.refusals import (
     cannot_trace,
     has_known_cause,
     place_in_forward,
-    refuse_averages_over_all,
-    refuse_exchange,
     refuse_hooks,
-    refuse_replaced_parameters,
+    refuse_layers,
 )
 
 WITHOUT_DATA = re.compile(
@@ -53,9 +52,7 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
     Raises UserError where the network cannot be described so, and names the place.
     """
     refuse_hooks(model, with_root=False)
-    refuse_exchange(model)
-    refuse_replaced_parameters(model)
-    refuse_averages_over_all(model)
+    refuse_layers(model)
     example = image.detach().requires_grad_(image.requires_grad)
     with attributes_stay(model), watched(model) as (twin, watch):
         try:
@@ -180,15 +177,19 @@ def watched(network: nn.Module) -> Iterator[tuple[nn.Module, Watch]]:
         return result
 
     vars(twin)["forward"] = checked
+    hooks = _refused(watch, "saved_tensors_hooks", saved_tensors_hooks.__init__)
     with ExitStack() as patches:
-        _patch(patches, torch.autograd.Function, "apply", classmethod(_apply(watch)))
+
+        def patch(owner: Any, name: str, value: Any) -> None:
+            patches.enter_context(mock.patch.object(owner, name, value))
+
+        patch(torch.autograd.Function, "apply", classmethod(_apply(watch)))
         for name in REFUSED_METHODS:
-            _patch(patches, Tensor, name, _refused(watch, name, getattr(Tensor, name)))
-        _patch(patches, torch.autograd, "grad", _refused(watch, "torch.autograd.grad", torch.autograd.grad))
+            patch(Tensor, name, _refused(watch, name, getattr(Tensor, name)))
+        patch(torch.autograd, "grad", _refused(watch, "torch.autograd.grad", torch.autograd.grad))
         for name in ("is_compiling", "is_exporting", "is_dynamo_compiling"):
-            _patch(patches, torch.compiler, name, _denied(getattr(torch.compiler, name)))
-        hooks = _refused(watch, "saved_tensors_hooks", saved_tensors_hooks.__init__)
-        _patch(patches, saved_tensors_hooks, "__init__", hooks)
+            patch(torch.compiler, name, _denied(getattr(torch.compiler, name)))
+        patch(saved_tensors_hooks, "__init__", hooks)
         yield twin, watch
 
 
@@ -288,12 +289,3 @@ def _denied(original: Callable[[], bool]) -> Callable[[], bool]:
         return sys._getframe(1).f_code.co_filename.startswith(TORCH) and original()
 
     return ask
-
-
-def _patch(patches: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Put a value in the place of an attribute until the stack closes."""
-    if name in vars(owner):
-        patches.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        patches.callback(delattr, owner, name)
-    setattr(owner, name, value)
