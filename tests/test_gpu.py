@@ -23,7 +23,7 @@ from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import MEASURED_STEPS
 from unet3d.memory.simulate import fitted, simulate
 from unet3d.memory.technique import choose_technique
-from unet3d.recomputing.rules import channels
+from unet3d.recomputing.rules import normalisation
 from unet3d.training import optim
 from unet3d.training.step import train_step
 
@@ -75,7 +75,7 @@ def test_probabilities_are_those_of_single_windows_with_sums_on_the_host() -> No
     torch.testing.assert_close(together, single, atol=1e-2, rtol=0)  # TF32
 
 
-@pytest.mark.parametrize("large", [channels.LARGE, 1])
+@pytest.mark.parametrize("large", [normalisation.LARGE, 1])
 @pytest.mark.parametrize("plan", ["lean", "tiles"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_of_a_recomputed_network_are_autograds(
@@ -85,7 +85,7 @@ def test_gradients_of_a_recomputed_network_are_autograds(
 
     `large`: numbers from which on normalisations run in pieces; 1: all do.
     """
-    monkeypatch.setattr(channels, "LARGE", large)
+    monkeypatch.setattr(normalisation, "LARGE", large)
     torch.manual_seed(0)
     image = torch.randn(1, 1, 64, 64, 64, device="cuda")
     network = NETWORKS[name]().cuda()

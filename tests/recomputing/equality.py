@@ -18,7 +18,7 @@ from unet3d.recomputing.graph import Graph
 from unet3d.recomputing.instructions import Sizes, Workspace
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import channels
+from unet3d.recomputing.rules import normalisation
 from unet3d.recomputing.schedule import Schedule, compile_schedule
 from unet3d.recomputing.scratch import Scratch
 
@@ -135,7 +135,7 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
         patch.setattr(prepare, "CUDA_MOST_TILES", tiles)
         patch.setattr(prepare, "CUDA_TILE", 1)
         if seed % 2:
-            patch.setattr(channels, "LARGE", 1)  # else no map is large enough for kernels that fill a GPU
+            patch.setattr(normalisation, "LARGE", 1)  # else no map is large enough for kernels that fill a GPU
         patch.setattr(module, "plain_bytes", lambda *_: None)  # or a schedule that needs more would not be taken
         if not measures:
             patch.setattr(prepare, "scratch_bytes", no_scratch)  # it takes longer than the pass

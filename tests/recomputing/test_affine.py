@@ -9,8 +9,8 @@ from equality import drawn_schedules
 from torch import Tensor, nn
 
 from unet3d.recomputing.module import Recomputed
-from unet3d.recomputing.rules import channels
-from unet3d.recomputing.rules.channels import Affine, take_statistics
+from unet3d.recomputing.rules import normalisation
+from unet3d.recomputing.rules.normalisation import Affine, take_statistics
 from unet3d.recomputing.state import State
 from unet3d.recomputing.trace import trace
 
@@ -26,8 +26,8 @@ CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of
 @pytest.fixture(autouse=True)
 def all_maps_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """With some pieces a channel."""
-    monkeypatch.setattr(channels, "LARGE", 1)
-    monkeypatch.setattr(channels, "BLOCKS", 40)
+    monkeypatch.setattr(normalisation, "LARGE", 1)
+    monkeypatch.setattr(normalisation, "BLOCKS", 40)
     yield
 
 
@@ -50,7 +50,7 @@ def test_statistics_of_pieces_are_those_of_channels(name: str, dtype: torch.dtyp
     network = nn.Sequential(nn.Conv3d(4, 4, 1), norm).train()
     value = next(value for value in trace(network, torch.randn(SHAPE)).values if value.op.endswith("_norm"))
     raw = drawn(dtype, mean=1000 if dtype != torch.bfloat16 else 10)
-    assert channels.pieces(raw) > 1
+    assert normalisation.pieces(raw) > 1
     state = state_of(dtype, network)
     take_statistics(value, raw, state)
     known = state.statistics[value]

@@ -23,7 +23,7 @@ from unet3d.model.unet import UNet3D
 from unet3d.recomputing import prepare, workspaces
 from unet3d.recomputing.module import Plan, Recomputed, schedules_of
 from unet3d.recomputing.plans import by_plan
-from unet3d.recomputing.rules import channels
+from unet3d.recomputing.rules import normalisation
 from unet3d.recomputing.scratch import plain_bytes
 from unet3d.training.losses import SegmentationLoss, dice_ce
 
@@ -100,8 +100,8 @@ def test_the_peak_is_as_predicted(name: str, device_type: str, monkeypatch: pyte
         pytest.importorskip("monai")
     monkeypatch.setattr(prepare, "CUDA_TILE", 1)  # else each map is one tile
     monkeypatch.setattr(workspaces, "bytes_of_call", lambda *_: [0])  # of cuDNN, which is not here
-    monkeypatch.setattr(channels, "LARGE", 2**14)  # numbers; else no map's normalisation is carried out in pieces
-    monkeypatch.setattr(channels, "BLOCKS", 32)
+    monkeypatch.setattr(normalisation, "LARGE", 2**14)  # numbers; else no map's normalisation is carried out in pieces
+    monkeypatch.setattr(normalisation, "BLOCKS", 32)
     torch.manual_seed(0)
     check(NETWORKS[name](), ["lean", "tiles"], device_type)
 

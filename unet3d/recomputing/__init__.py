@@ -11,18 +11,15 @@ In reading order:
     trace           a network, traced, and watched for what a trace cannot carry
     state           what a pass has beside its maps, and who watches it
     rules           an operation on a few rows: the interface, and a file for each kind of operation
-    along           operations that can be carried out in parts, along windows or tokens
-    groups          operations without a rule that are carried out at once
+    groups          operations without a rule that are carried out at once, or in parts along windows or tokens
     maps            which values exist as a whole, and how each follows from others
     program         maps, their tiles and schedules, for images of one size
-    tiles           rows of one map: computed, and their gradient sent to the maps before
-    sending         a map, and the gradients of its sources, written tile by tile
     instructions    what a schedule is made from, and consists of
     compiler        a stage, compiled into instructions and bytes
     schedule        a table of the maps that stay, compiled stage by stage, and a check of what that gives
     search          the schedules that none beats in both bytes and work
     plans           which of them a step follows, and what a user reads of it
-    whole           a group, carried out
+    compute         one map: computed, and its gradient sent to the maps before, by tiles or as a group
     run             a schedule, carried out
     function        a pass as one autograd function
     workspaces      what cuDNN takes within a convolution

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
     autocast = autocast_dtype(image)
     tensors = tensors_of(network)
     weights = derived_tensors(program.maps, tensors)
-    names = _trained(program.maps, weights)
+    names = [name for name in program.maps.weights if weights[name].requires_grad]
     state = State(program.maps.axis, autocast or image.dtype, weights, program.on_cpu)
     run = Executor(program, state, autocast, image.device)
     outputs = RecomputeFunction.apply(run, names, image, *(weights[name] for name in names))
@@ -123,11 +123,9 @@ class RecomputeFunction(torch.autograd.Function):
 @contextmanager
 def _without_autocast(run: Executor) -> Any:
     """Turn autocast off: rules convert by themselves."""
-    with ExitStack() as contexts:
-        contexts.enter_context(torch.autocast(run.device.type, enabled=False))
-        is_half = run.state.dtype in half_precision.DTYPES
-        if is_half and run.device.type == "cpu":
-            contexts.enter_context(half_precision.convolutions())
+    is_half_on_cpu = run.state.dtype in half_precision.DTYPES and run.device.type == "cpu"
+    kernels = half_precision.convolutions() if is_half_on_cpu else nullcontext()
+    with torch.autocast(run.device.type, enabled=False), kernels:
         yield
 
 
@@ -147,8 +145,3 @@ def autocast_dtype(image: Tensor) -> torch.dtype | None:
     """Return the type of mixed precision on the image's device; None where it is off."""
     device_type = image.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def _trained(maps: Maps, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the weights that the graph reads and that need a gradient."""
-    return [name for name in maps.weights if weights[name].requires_grad]

@@ -2,41 +2,54 @@
 
 A group has one result, which is a map, and reads maps. Within it views are views, and nothing stays: backward runs the
 group again, under autograd, and frees each value as it goes. So a group is cut where a map costs little and saves much:
-at the sums of residual branches, and where a value is small beside what is computed before and behind it. What can be
-carried out in parts along a dimension, as an attention along its windows, is a group of its own.
+at the sums of residual branches, and where a value is small beside what is computed before and behind it.
+
+A group may be carried out in parts along a dimension: windows, heads, tokens or images. The dimension may have another
+place in each value: attention's windows are the first dimension of the tokens, and the second of the queries, keys and
+values that are made of them at once. What can be carried out so, as an attention along its windows, is a group apart.
 """
 
+import math
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from unet3d.recomputing.along import follow
-from unet3d.recomputing.graph import Graph, Value, gives_view
-from unet3d.recomputing.rules import Rule
+from unet3d.recomputing.graph import Graph, Value, Weight, arguments, gives_view
+from unet3d.recomputing.rules import Rule, Span
+from unet3d.recomputing.rules.pointwise import POINTWISE
 
 SUMS = ("add", "sub")
 SMALL = 8  # bytes of a segment, on either side of a map, to those of the map at which a group is cut
+# How a dimension of a result is found in the arguments of operations.
+MATCHED = {*POINTWISE.split(), "add", "dropout", "leaky_relu", "relu", "sub", "to"}
+SIZED = ("view", "reshape", "_unsafe_view")  # their second argument is the size of the result
+VIEWS = (*SIZED, "flatten", "unflatten")
+PRODUCTS = ("matmul", "bmm")
+ATTENTION = "scaled_dot_product_attention"
+# The argument that names the dimension that is mixed or cut, and its default.
+NAMED = {"softmax": (1, None), "log_softmax": (1, None), "chunk": (2, 0), "split": (2, 0), "slice": (1, 0)}
 Users = Mapping[Value, Sequence[Value]]
+Places = dict[Value | Weight, int]  # a dimension's place in the arguments; weights without it are read as a whole
 
 
 def grouped_values(graph: Graph, rules: Mapping[Value, Rule | None], users: Users) -> set[Value]:
     """Return the values of groups: those without a rule, and those with one that lie between them."""
-    grouped = set(graph.values)
+    grouped = set()
     for value in graph.values:
         rule = rules[value]
-        if rule is not None and rule.is_never_grouped:
-            grouped.discard(value)
-    has_changed = True
-    while has_changed:
-        has_changed = False
-        for value in graph.values:
-            if rules[value] is None or value not in grouped:
-                continue
-            is_behind = all(source in grouped for source in value.inputs)
-            is_before = any(reader in grouped for reader in users[value])
-            if not is_behind or not is_before:
-                grouped.discard(value)
-                has_changed = True
-    return grouped
+        if rule is None or not rule.is_never_grouped:
+            grouped.add(value)
+    while True:
+        between = {value for value in grouped if _is_between(value, grouped, users)}
+        stay = {value for value in grouped if rules[value] is None} | between
+        if stay == grouped:
+            return grouped
+        grouped = stay
+
+
+def _is_between(value: Value, grouped: Set[Value], users: Users) -> bool:
+    is_behind = all(source in grouped for source in value.inputs)
+    return is_behind and any(reader in grouped for reader in users[value])
 
 
 def results_of_groups(graph: Graph, grouped: Set[Value], users: Users) -> set[Value]:
@@ -77,12 +90,9 @@ def first_of_group(group: Sequence[Value]) -> Value:
 def _group(graph: Graph, result: Value, grouped: Set[Value], results: Set[Value]) -> list[Value]:
     """Return the values of a group, in the graph's order."""
     group = {result}
-    waiting = [result]
-    while waiting:
-        for source in waiting.pop().inputs:
-            if source in grouped and source not in results and source not in group:
-                group.add(source)
-                waiting.append(source)
+    for value in reversed(graph.values):
+        if value in group:
+            group.update(source for source in value.inputs if source in grouped and source not in results)
     return [value for value in graph.values if value in group]
 
 
@@ -107,23 +117,17 @@ def _cuts(group: Sequence[Value]) -> list[Value]:
 
 def _waists(group: Sequence[Value]) -> list[int]:
     """Return the places of values behind which nothing is read that was read or made before, but the value itself."""
-    place_of = {value: place for place, value in enumerate(group)}
-    last_read: dict[Value, int] = {}
-    first_read: dict[Value, int] = {}
+    first = {value: place for place, value in enumerate(group)}  # where values are made, and others are read first
+    last: dict[Value, int] = {}  # where they are read last
     for place, value in enumerate(group):
         for source in value.inputs:
-            last_read[source] = place
-            first_read.setdefault(source, place)
+            first.setdefault(source, place)
+            last[source] = place
     waists = []
     for place, value in enumerate(group[:-1]):
         if gives_view(value.target):
             continue
-        is_waist = True
-        for source, last in last_read.items():
-            first = place_of.get(source, first_read[source])
-            if source is not value and first <= place < last:
-                is_waist = False
-        if is_waist:
+        if not any(first[other] <= place < last[other] for other in last if other is not value):
             waists.append(place)
     return waists
 
@@ -184,3 +188,163 @@ def _bytes(value: Value) -> int:
     if gives_view(value.target):
         return 0
     return value.shape.numel() * value.dtype.itemsize
+
+
+@dataclass
+class Along:
+    """The place of a dimension in the values of a group and its sources, and in the weights that each value reads."""
+
+    length: int
+    places: dict[Value, int]
+    weights: dict[Value, dict[Weight, int]] = field(default_factory=dict)
+
+
+def longest(result: Value, group: Sequence[Value]) -> Along | None:
+    """Return the longest dimension along which a group can be carried out in parts; None without one."""
+    best = None
+    for dimension, length in enumerate(result.shape):
+        if length > 1 and (best is None or length > best.length):
+            best = along(result, dimension, group) or best
+    return best
+
+
+def along(result: Value, dimension: int, group: Sequence[Value]) -> Along | None:
+    """Return where a dimension of a group's result is in its values; None where they cannot be made in parts."""
+    places = {result: dimension}
+    parts = Along(result.shape[dimension], places)
+    for value in reversed(group):
+        of_arguments = follow(value, places[value])
+        if of_arguments is None:
+            return None
+        parts.weights[value] = {}
+        for leaf, place in of_arguments.items():
+            if isinstance(leaf, Weight):
+                parts.weights[value][leaf] = place
+            elif places.setdefault(leaf, place) != place:
+                return None
+    return parts
+
+
+def follow(value: Value, dimension: int) -> Places | None:
+    """Return the place of a dimension of a result in the arguments; None where it is not in each map, or is mixed."""
+    places: Places | None
+    if value.op in MATCHED:
+        places = _matched(value, dimension)
+    elif value.op in PRODUCTS or value.op == ATTENTION:
+        places = _in_products(value, dimension)
+    elif value.op == "einsum":
+        places = _in_equation(value, dimension)
+    else:
+        place = _in_first(value, dimension)
+        places = None if place is None else {value.args[0]: place}
+    if places is None:
+        return None
+    length = value.shape[dimension]
+    for source in value.inputs:
+        if source not in places or source.shape[places[source]] != length:
+            return None
+    return places
+
+
+def spans(parts: Along | None, group: Sequence[Value], numbers: int) -> list[Span]:
+    """Return the parts of a group, in which the largest value has about `numbers` numbers.
+
+    [] for a group that is run at once. The gradients of weights are added to those of the parts before: where weights
+    are larger, nothing would be saved.
+    """
+    if parts is None:
+        return []
+    largest = max(value.shape.numel() for value in group)
+    weights = {weight for value in group for weight in value.weights() if weight not in parts.weights[value]}
+    count = min(parts.length, math.ceil(largest / numbers))
+    if count == 1 or largest < sum(weight.shape.numel() for weight in weights):
+        return []
+    return list(pairwise(parts.length * index // count for index in range(count + 1)))
+
+
+def _matched(value: Value, dimension: int) -> Places:
+    """Follow a dimension where shapes are matched from the last dimension on."""
+    places: Places = {}
+    for leaf in arguments(value):
+        if isinstance(leaf, Value | Weight):
+            place = dimension - len(value.shape) + len(leaf.shape)
+            if place >= 0 and leaf.shape[place] == value.shape[dimension]:
+                places[leaf] = place
+    return places
+
+
+def _in_products(value: Value, dimension: int) -> Places | None:
+    """Follow the dimensions over which a product of matrices is repeated: images and heads of an attention.
+
+    A mask is followed where it is a weight.
+    """
+    count = len(value.shape)
+    mask = value.argument(3, value.kwargs.get("attn_mask"))
+    is_large = any(isinstance(leaf, Weight) and len(leaf.shape) > 2 for leaf in value.args[:3])
+    if dimension >= count - 2 or is_large or isinstance(mask, Value):
+        return None
+    if any(len(source.shape) != count for source in value.inputs):
+        return None
+    places = _matched(value, dimension)
+    return {leaf: place for leaf, place in places.items() if isinstance(leaf, Value) or leaf is mask}
+
+
+def _in_equation(value: Value, dimension: int) -> Places | None:
+    """Follow a letter of an einsum."""
+    equation = value.args[0].replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return None
+    operands, result = equation.split("->")
+    letter = result[dimension]
+    places: Places = {}
+    for operand, letters in zip(value.args[1], operands.split(","), strict=True):
+        if letters.count(letter) > 1 or operand in places:
+            return None
+        if letter in letters:
+            places[operand] = letters.index(letter)
+    return places
+
+
+def _in_first(value: Value, dimension: int) -> int | None:
+    """Return the place of a dimension in the first argument; None where it is mixed, cut, or not followed."""
+    source = value.args[0]
+    count = len(value.shape)
+    if not isinstance(source, Value):
+        return None
+    match value.op:
+        case "linear":
+            return dimension if dimension < count - 1 else None
+        case "layer_norm":
+            return dimension if dimension < count - len(value.args[1]) else None
+        case "transpose":
+            first, second = (int(place) % count for place in value.args[1:3])
+            return {first: second, second: first}.get(dimension, dimension)
+        case "permute":
+            return int(value.args[1][dimension]) % count
+        case "select" | "unbind":
+            selected = int(value.argument(1, 0)) % len(source.shape)
+            return dimension + 1 if dimension >= selected else dimension
+        case "unsqueeze":
+            added = int(value.args[1]) % count
+            return None if dimension == added else dimension - int(dimension > added)
+    if value.op in NAMED:
+        position, default = NAMED[value.op]
+        named = value.argument(position, value.kwargs.get("dim", default))
+        return dimension if isinstance(named, int) and named % count != dimension else None
+    return _in_viewed(value, source, dimension)
+
+
+def _in_viewed(value: Value, source: Value, dimension: int) -> int | None:
+    """Return the place of a dimension that stays as it was while others are split or joined."""
+    is_of_other_type = value.op in SIZED and not isinstance(value.args[1], tuple)
+    if value.op not in VIEWS or is_of_other_type:
+        return None
+    if value.op == "unflatten":
+        split = value.args[1] % len(source.shape)
+        if split <= dimension < split + len(value.args[2]):
+            return None
+    before = math.prod(value.shape[:dimension])
+    for place, length in enumerate(source.shape):
+        if math.prod(source.shape[:place]) == before and length == value.shape[dimension]:
+            return place
+    return None

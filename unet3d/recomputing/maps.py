@@ -14,12 +14,11 @@ from functools import cached_property
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.recomputing.along import Along, longest
 from unet3d.recomputing.graph import DROPOUTS, Graph, Steps, Value, Weight, derived_in_groups, leaves, names_read
-from unet3d.recomputing.groups import SUMS, grouped_values, results_of_groups
+from unet3d.recomputing.groups import SUMS, Along, grouped_values, longest, results_of_groups
 from unet3d.recomputing.nodes import InPrecision
 from unet3d.recomputing.rules import RULES, TRACKING, Rule
-from unet3d.recomputing.rules.reductions import in_two_steps
+from unet3d.recomputing.rules.resampling import in_two_steps
 
 TRAFFIC = 40  # multiplications and additions that take as long as to read and write one number
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from unet3d.recomputing import search
-from unet3d.recomputing.along import spans
 from unet3d.recomputing.graph import DROPOUTS, Value
+from unet3d.recomputing.groups import spans
 from unet3d.recomputing.instructions import Sizes
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.readable import Code

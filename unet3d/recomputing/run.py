@@ -1,12 +1,14 @@
 """The executor: carries out a schedule's instructions, in a forward pass and its backward pass."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from unet3d.recomputing import state as of_pass
+from unet3d.recomputing.compute import RowGradient, Sink, TileRun, apart, compute_group, gradients_of_group
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import (
     Backward,
@@ -16,17 +18,14 @@ from unet3d.recomputing.instructions import (
     Instruction,
     NormBackward,
     NormBackwardTiled,
+    Place,
     Release,
     Target,
 )
 from unet3d.recomputing.maps import Map
-from unet3d.recomputing.program import Program
-from unet3d.recomputing.rules import normalisation
-from unet3d.recomputing.rules.channels import take_statistics
-from unet3d.recomputing.sending import TileSender, make_into
+from unet3d.recomputing.program import MapPlan, Program, TilePlan, reads_back
+from unet3d.recomputing.rules import Span, memory_of, normalisation, rows_of
 from unet3d.recomputing.state import State
-from unet3d.recomputing.tiles import make_rows
-from unet3d.recomputing.whole import apart, gradients_of_whole, make_whole
 
 
 class Executor:
@@ -35,14 +34,12 @@ class Executor:
     def __init__(self, program: Program, state: State, autocast: torch.dtype | None, device: torch.device) -> None:
         self.program = program
         self.state = state
-        self.autocast = autocast
         self.device = device
+        self.autocast = autocast
         self.maps: dict[Value, Tensor] = {}
         self.gradients: dict[Value, Tensor | None] = {}  # None: of an output that the loss does not use
-        self.arrived: set[Value] = set()  # outputs, whose gradients are not ours to write over
-        self.memory_of_outputs: dict[Value, int] = {}
+        self.memory_of_outputs: dict[Value, int] = {}  # that no map reads: their gradients are not ours to write over
         self.versions: list[tuple[str, Tensor, tuple[int, int]]] = []
-        self.sender = TileSender(program, state, device, self.maps, self.gradients)
         self.by_index = program.maps.maps
         self.instructions = list(program.schedule.instructions)
 
@@ -52,30 +49,24 @@ class Executor:
         self.maps[graph.image] = image.to(self.state.dtype)
         if not self.program.on_cpu:
             self.state.convert(self.program.maps.converted_weights)
-        turn = next(place for place, step in enumerate(self.instructions) if isinstance(step, BeginBackward))
+        turn = self.instructions.index(BeginBackward())
         for instruction in self.instructions[:turn]:
-            self._execute_observed(instruction)
+            self._execute(instruction)
         outputs = tuple(self.maps[value] for value in graph.outputs)
-        users = self.program.maps.users
-        for value in set(graph.outputs):
-            if not users[value]:
-                self.memory_of_outputs[value] = self.maps.pop(value).untyped_storage()._cdata
-            else:
+        read_again: dict[str, Tensor] = {}  # in backward, by names
+        for number, value in enumerate(graph.outputs):
+            if self.program.maps.users[value]:
                 self.maps[value] = self.maps[value].detach()  # The output itself will hold this pass, in a circle.
+                read_again[f"output {number}"] = self.maps[value]
+            else:
+                self.memory_of_outputs[value] = memory_of(self.maps.pop(value))
         self.instructions = self.instructions[turn + 1 :]
-        for what, tensor in self._read_again():
+        for name in self.program.maps.weights_read_again:
+            read_again[name] = self.state.weights[name]
+        for what, tensor in read_again.items():
             if not tensor.is_inference():
                 self.versions.append((what, tensor, _version_of(tensor)))
         return outputs
-
-    def _read_again(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what backward reads again, by its name."""
-        graph = self.program.maps.graph
-        for number, value in enumerate(graph.outputs):
-            if value in self.maps:
-                yield f"output {number}", self.maps[value]
-        for name in self.program.maps.weights_read_again:
-            yield name, self.state.weights[name]
 
     def refuse_changes(self) -> None:
         """Raise RuntimeError, as autograd does, if what backward reads was changed in place since forward."""
@@ -90,51 +81,38 @@ class Executor:
         """Return the gradient of the image, if it is wanted; the weights' gradients are in the state."""
         graph = self.program.maps.graph
         self.maps[graph.image] = image.to(self.state.dtype)
-        users = self.program.maps.users
         for value, gradient in zip(graph.outputs, gradients, strict=True):
-            known = self.gradients.get(value)
-            if known is not None and gradient is not None:
-                gradient = known + gradient
-            elif gradient is None:
-                gradient = known
-            elif users[value]:
-                gradient = gradient.clone()
+            if gradient is not None and value not in self.memory_of_outputs:
+                gradient = gradient.clone()  # The gradients of its readers are added to it.
             self.gradients[value] = gradient
-        self.arrived = {value for value in graph.outputs if not users[value]}
-        del gradients, gradient, known
+        del gradients, gradient
         for instruction in self.instructions:
-            self._execute_observed(instruction)
+            self._execute(instruction)
         for map_ in self.by_index:
             if map_.value not in self.program.wanted:  # nothing before it is trained, and no gradient was completed
-                for norm in map_.norms:
-                    normalisation.close_sums(norm, self.state)
+                self._close_sums(map_)
         self.state.close_gradients()
         return self.gradients.pop(graph.image, None)
 
-    def _execute_observed(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Release | BeginBackward):
-            self._execute(instruction)
-            return
-        layer = self.by_index[instruction.map].value.layer
-        is_backward = not isinstance(instruction, Compute)
-        with of_pass.observer.works_on(layer, is_backward):
-            self._execute(instruction)
-
     def _execute(self, instruction: Instruction) -> None:
-        match instruction:
-            case Compute(index, inplace_on, streamed):
-                self._compute(self.by_index[index], inplace_on, self._values(streamed))
-            case Release(index):
-                self.maps.pop(self.by_index[index].value, None)
-            case NormBackward(index):
-                self._norm_backward(self.by_index[index])
-            case NormBackwardTiled(index, streamed):
-                self._norm_backward_tiled(self.by_index[index], self._values(streamed))
-            case Backward(index, targets, streamed):
-                self._backward(self.by_index[index], targets, self._values(streamed))
-            case BackwardTwoPass(index, targets, streamed):
-                self._backward_two_pass(self.by_index[index], targets, self._values(streamed))
-        self.state.forget_prepared()
+        assert not isinstance(instruction, BeginBackward)
+        map_ = self.by_index[instruction.map]
+        if isinstance(instruction, Release):
+            self.maps.pop(map_.value, None)
+            return
+        with of_pass.observer.works_on(map_.value.layer, not isinstance(instruction, Compute)):
+            match instruction:
+                case Compute(_, inplace_on, streamed):
+                    self._compute(map_, inplace_on, self._values(streamed))
+                case NormBackward():
+                    self._norm_backward(map_)
+                case NormBackwardTiled(_, streamed):
+                    self._norm_backward(map_, self.program.plan(map_, self._values(streamed)))
+                case Backward(_, targets, streamed):
+                    self._backward(map_, targets, self._values(streamed))
+                case BackwardTwoPass(_, targets, streamed):
+                    self._backward(map_, targets, self._values(streamed), is_two_pass=True)
+            self.state.forget_prepared()
 
     def _values(self, indices: Sequence[int]) -> tuple[Value, ...]:
         return tuple(self.by_index[index].value for index in indices)
@@ -142,149 +120,211 @@ class Executor:
     # Maps
 
     def _compute(self, map_: Map, inplace_on: int | None, streamed: tuple[Value, ...]) -> None:
+        value = map_.value
         if map_.rule is None:
-            self.maps[map_.value] = self._compute_group(map_)
+            sources = [self.maps[source] for source in map_.sources]
+            with self._precision():
+                result = compute_group(map_, sources, self.state, self.program.parts(map_))
+            self.maps[value] = apart(result, sources)
         else:
-            self._compute_tiled(map_, inplace_on, streamed)
+            source = None if inplace_on is None else self.by_index[inplace_on].value
+            self.maps[value] = self._compute_tiled(self.program.plan(map_, streamed), source)
+            if source is not None:
+                del self.maps[source]
         for norm in map_.norms:
             if norm not in self.state.statistics:
-                take_statistics(norm, self.maps[map_.value], self.state)
+                normalisation.take_statistics(norm, self.maps[value], self.state)
 
-    def _compute_group(self, map_: Map) -> Tensor:
-        sources = [self.maps[source] for source in map_.sources]
-        with self._types():
-            result = make_whole(map_, sources, self.state, self.program.parts(map_))
-        return apart(result, sources)
-
-    def _compute_tiled(self, map_: Map, inplace_on: int | None, streamed: tuple[Value, ...]) -> None:
-        plan = self.program.plan(map_, streamed)
-        value = map_.value
+    def _compute_tiled(self, plan: MapPlan, inplace_on: Value | None) -> Tensor:
+        """Return a map; `inplace_on`: the source in whose memory it may lie."""
         if len(plan.tiles) == 1:
-            rows = make_rows(plan, plan.tiles[0], self.maps, self.state)
-            sources = [self.maps[source] for source in plan.map.sources]
-            self.maps[value] = apart(rows, sources)
-            return
-        source = None if inplace_on is None else self.by_index[inplace_on].value
-        target = None if source is None else self.maps[source]
-        if target is not None and target.dtype != self.state.dtype:  # of a group, as float32 in half precision
-            target = None
-        if target is None:
-            target = torch.empty(value.shape, dtype=self.state.dtype, device=self.device)
-        grad_can_reuse_input = source is not None and target is self.maps[source]
-        make_into(plan, target, self.maps, self.state, source if grad_can_reuse_input else None)
-        if source is not None:
-            del self.maps[source]
-        self.maps[value] = target
+            return apart(self._rows(plan, plan.tiles[0]), [self.maps[source] for source in plan.map.sources])
+        if inplace_on is not None and self.maps[inplace_on].dtype == self.state.dtype:
+            target = self.maps[inplace_on]
+            waits = reads_back(plan.tiles, inplace_on)
+        else:  # A group's result, as float32 in half precision, has no place for the map.
+            target = torch.empty(plan.map.value.shape, dtype=self.state.dtype, device=self.device)
+            waits = False
+        waiting: list[tuple[Tensor, Tensor]] = []  # rows that are written once the tile behind them is made
+        for tile in plan.tiles:
+            waiting.append((rows_of(target, self.state.axis, tile.span), self._rows(plan, tile)))
+            if not waits or len(waiting) > 1:
+                Tensor.copy_(*waiting.pop(0))
+        for place, rows in waiting:
+            place.copy_(rows)
+        return target
+
+    def _rows(self, plan: MapPlan, tile: TilePlan) -> Tensor:
+        return TileRun(plan, tile, self.maps, self.state).compute()
 
     # Gradients
 
-    def _norm_backward(self, map_: Map) -> None:
-        gradient = self._incomplete_gradient(map_)
-        if gradient is not None:
-            self.sender.complete(map_, self.maps[map_.value], gradient)
-
-    def _norm_backward_tiled(self, map_: Map, streamed: tuple[Value, ...]) -> None:
-        gradient = self._incomplete_gradient(map_)
-        if gradient is not None:
-            self.sender.norm_backward_tiled(self.program.plan(map_, streamed), gradient)
-
-    def _incomplete_gradient(self, map_: Map) -> Tensor | None:
-        """Return the gradient that is to be completed, when all sums are there."""
+    def _norm_backward(self, map_: Map, plan: MapPlan | None = None) -> None:
+        """Complete the gradient of a map; `plan`: by which its rows are made first, where it is not there."""
         gradient = self.gradients[map_.value]
         if gradient is None:
-            return None
+            return
+        self._close_sums(map_)
+        if plan is None:
+            self._complete(map_, self.maps[map_.value], gradient)
+            return
+        for tile in plan.tiles:
+            raw = self._rows(plan, tile)
+            self._complete(map_, raw, rows_of(gradient, self.state.axis, tile.span))
+            del raw
+
+    def _close_sums(self, map_: Map) -> None:
         for norm in map_.norms:
             normalisation.close_sums(norm, self.state)
-        return gradient
 
-    def _backward(self, map_: Map, targets: Sequence[Target], streamed: tuple[Value, ...] = ()) -> None:
+    def _complete(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
+        """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
+        axis = self.state.axis
+        length = raw.shape[axis]
+        count = max(1, self.program.numbers * length // max(raw.numel(), 1))
+        for first in range(0, length, count):
+            span = (first, min(first + count, length))
+            for norm in map_.norms:
+                normalisation.complete(norm, rows_of(raw, axis, span), rows_of(gradient, axis, span), self.state)
+
+    def _backward(
+        self,
+        map_: Map,
+        targets: Sequence[Target],
+        streamed: tuple[Value, ...] = (),
+        is_two_pass: bool = False,
+    ) -> None:
+        """Send the gradient of a map to its sources.
+
+        In two passes, a first over the tiles takes the sums, and a second writes the last source's gradient over its
+        map, completed.
+        """
         gradient = self.gradients.pop(map_.value)
+        places = self._places(map_, targets)
+        may_overwrite = map_.value not in self.memory_of_outputs
         if gradient is None:
-            self._send_nothing(targets)
-        elif map_.rule is None:
-            self._backward_group(map_, gradient, targets)
+            self._send_nothing(places)
+            return
+        if map_.rule is None:
+            self._send_group(map_, gradient, places)
+        elif is_two_pass:
+            source = self.by_index[targets[-1].source]
+            then = {value: place for value, place in places.items() if place == "gradient" or value is source.value}
+            now = {value: place for value, place in places.items() if value not in then}
+            self._send(self.program.plan(map_, streamed, source.value), gradient, now, may_overwrite=False)
+            self.state.forget_prepared()
+            self._close_sums(source)
+            self.state.takes_sums = False
+            self._send(self.program.plan(map_, streamed), gradient, then, may_overwrite, completed=source)
+            self.state.takes_sums = True
         else:
-            may_overwrite = map_.value not in self.arrived
-            plan = self.program.plan(map_, streamed)
-            self.sender.send(plan, gradient, targets, may_overwrite)
-        if gradient is not None:
-            self._give_up(map_.value, gradient)
-
-    def _give_up(self, value: Value, gradient: Tensor) -> None:
-        """Release an output's gradient that a loss wrote over the output: autograd holds it until backward ends."""
-        if self.memory_of_outputs.get(value) == gradient.untyped_storage()._cdata:
+            self._send(self.program.plan(map_, streamed), gradient, places, may_overwrite)
+        if self.memory_of_outputs.get(map_.value) == memory_of(gradient):
+            # A loss wrote the gradient over the output: autograd holds it until backward ends.
             gradient.data = gradient.new_empty(0)
 
-    def _send_nothing(self, targets: Sequence[Target]) -> None:
-        for source, place in targets:
-            value = self.by_index[source].value
+    def _places(self, map_: Map, targets: Sequence[Target]) -> dict[Value, Place]:
+        """Return the places of the sources' gradients, also of the image's, which schedules do not know."""
+        places = {self.by_index[source].value: place for source, place in targets}
+        image = self.program.maps.graph.image
+        if image in self.program.wanted and image in map_.sources:
+            places[image] = "new" if self.gradients.get(image) is None else "add"
+        return places
+
+    def _send_nothing(self, places: Mapping[Value, Place]) -> None:
+        for value, place in places.items():
             if place == "map":
                 self.maps.pop(value, None)
             if place != "add":
                 self.gradients[value] = None
 
-    def _backward_group(self, map_: Map, gradient: Tensor, targets: Sequence[Target]) -> None:
+    def _send_group(self, map_: Map, gradient: Tensor, places: Mapping[Value, Place]) -> None:
         sources = [self.maps[source] for source in map_.sources]
         wanted = [source in self.program.wanted for source in map_.sources]
-        with self._types():
-            gradients = gradients_of_whole(map_, sources, gradient, self.state, wanted, self.program.parts(map_))
+        with self._precision():
+            gradients = gradients_of_group(map_, sources, gradient, self.state, wanted, self.program.parts(map_))
         self.state.close_tile()
         of_source = dict(zip(map_.sources, gradients, strict=True))
-        memory: list[Tensor] = [gradient]
-        image = self.program.maps.graph.image
-        of_image = of_source.get(image)
-        if image in self.program.wanted and of_image is not None:
-            known = self.gradients.get(image)
-            if known is not None:
-                of_image = known + of_image
-            self.gradients[image] = of_image
-        for source, place in targets:
-            value = self.by_index[source].value
+        kept = [gradient]
+        for value, place in places.items():
             of_value = of_source[value]
-            known = None
-            if place == "add":
-                known = self.gradients.get(value)
+            known = self.gradients.get(value) if place == "add" else None
             if known is not None and of_value is not None:
                 known.add_(of_value)
             elif of_value is not None:
-                of_value_in_type = of_value.to(self.maps[value].dtype)
-                self.gradients[value] = apart(of_value_in_type, memory)
-                memory.append(of_value)
+                self.gradients[value] = apart(of_value, kept)
+                kept.append(of_value)
             elif place != "add":
                 self.gradients[value] = None
 
-    def _backward_two_pass(self, map_: Map, targets: Sequence[Target], streamed: tuple[Value, ...] = ()) -> None:
-        """Take the sums in a first pass over the tiles; write the last source's gradient over its map in a second."""
-        *others, last = targets
-        source = self.by_index[last.source]
-        gradient = self.gradients.pop(map_.value)
-        if gradient is None:
-            self._send_nothing(targets)
-            return
-        plan = self.program.plan(map_, streamed, source.value)
-        now = [target for target in others if target.place != "gradient"]
-        self.sender.send(plan, gradient, now, may_overwrite=False)
-        self.state.forget_prepared()
-        for norm in source.norms:
-            normalisation.close_sums(norm, self.state)
-        self.state.takes_sums = False
-        plan = self.program.plan(map_, streamed)
-        then = [target for target in targets if target not in now]
-        self.sender.send(plan, gradient, then, map_.value not in self.arrived, completed=source)
-        self.state.takes_sums = True
-        self._give_up(map_.value, gradient)
+    def _send(
+        self,
+        plan: MapPlan,
+        gradient: Tensor,
+        places: Mapping[Value, Place],
+        may_overwrite: bool,
+        completed: Map | None = None,
+    ) -> None:
+        """Send a gradient by tiles; `completed`: a source whose gradient also gets its statistics' part."""
+        # The gradients of a sum's terms may all be rows of the gradient: what is written over it comes last.
+        sinks: dict[Value, Sink | None] = {}
+        for value in sorted(places, key=lambda value: places[value] == "gradient"):
+            sink = self._sink(plan, value, places[value], gradient)
+            if sink is not None and completed is not None and places[value] == "map":
+                sink.complete = partial(self._complete, completed)
+            sinks[value] = sink
+        for tile, following in zip_longest(plan.tiles, plan.tiles[1:]):
+            rows = rows_of(gradient, self.state.axis, tile.span)
+            sent = TileRun(plan, tile, self.maps, self.state).send(rows, may_overwrite, sinks)
+            self.state.close_tile()
+            del rows
+            for value, sink in sinks.items():
+                span = tile.spans[value]
+                done = span[1] if following is None else following.spans[value][0]
+                self._collect(value, sink, sent.get(value), span, done)
+            sent.clear()  # before the next tile's rows are made
+        for value, sink in sinks.items():
+            if sink is not None:
+                sink.close()
+                self.gradients[value] = sink.target
+            if places[value] == "map":
+                self.maps.pop(value, None)
 
-    @contextmanager
-    def _types(self) -> Iterator[None]:
-        """Run operations without a rule in the precision of the pass that began.
+    def _sink(self, plan: MapPlan, value: Value, place: Place, gradient: Tensor) -> Sink | None:
+        """Return where the gradient of a source is collected; None where one tile has all of it."""
+        axis = self.state.axis
+        known = self.gradients.get(value) if place == "add" else None
+        if known is not None:
+            return Sink(known, axis, adds=True)
+        if len(plan.tiles) == 1 and plan.tiles[0].spans[value] == (0, value.shape[axis]):
+            return None
+        if place == "gradient":
+            return Sink(gradient, axis)
+        if place == "map":
+            return Sink(self.maps[value], axis)
+        return Sink(torch.empty(value.shape, dtype=self.state.dtype, device=self.device), axis)
+
+    def _collect(self, value: Value, sink: Sink | None, sent: RowGradient | None, span: Span, done: int) -> None:
+        """Write or keep the gradient that a tile sends to rows of a source; later tiles add to those from `done` on."""
+        low, high = span
+        if sent is None:
+            shape = list(value.shape)
+            shape[self.state.axis] = high - low
+            sent = RowGradient(torch.zeros(shape, dtype=self.state.dtype, device=self.device), True)
+        if sink is not None:
+            sink.add(low, sent, done)
+        else:
+            self.gradients[value] = apart(sent.rows, [] if sent.is_own else [sent.rows])
+
+    def _precision(self) -> torch.autocast:
+        """Return the context in which groups run, in the precision of the pass.
 
         Converted weights are forgotten: autocast would hold them until the outermost context ends.
         """
         is_autocast = self.autocast is not None
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast, cache_enabled=False):
-            yield
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=is_autocast, cache_enabled=False)
 
 
 def _version_of(tensor: Tensor) -> tuple[int, int]:
     """Return what is another number once a tensor was written to, or given other memory by `.data =`."""
-    return tensor._version, tensor.untyped_storage()._cdata
+    return tensor._version, memory_of(tensor)

@@ -26,10 +26,9 @@ from unet3d.recomputing.function import derived_tensors, tensors_of
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.instructions import Place, Target, Workspace
 from unet3d.recomputing.maps import Map
-from unet3d.recomputing.program import Program
+from unet3d.recomputing.program import MapPlan, Program
 from unet3d.recomputing.run import Executor
 from unet3d.recomputing.state import State
-from unet3d.recomputing.tiles import MapPlan
 from unet3d.recomputing.trace import attributes_stay, silence
 from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 
@@ -320,7 +319,7 @@ class _Meter:
             self._provide_gradient(map_)
             others = self._others(map_, index)
             with self.count:
-                self.run._backward_two_pass(map_, [*others, Target(index, "map")], streamed)
+                self.run._backward(map_, [*others, Target(index, "map")], streamed, is_two_pass=True)
             most = max(most, self._rest())
         self.run.program = self.short
         return most
@@ -359,7 +358,7 @@ class _Meter:
         self._provide(map_, streamed)
         self._provide_sums(map_)
         with self.count:
-            self.run._norm_backward_tiled(map_, streamed)
+            self.run._norm_backward(map_, self.short.plan(map_, streamed))
         self.run.gradients.clear()
         return self._rest()
 

@@ -10,12 +10,14 @@ that are observers change nothing; where a network's own would be lost, others a
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from unet3d.recomputing.graph import Value, Weight
+
+T = TypeVar("T")
 
 
 class Statistics(NamedTuple):
@@ -47,46 +49,33 @@ class State:
     prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
     converted: dict[str, Tensor] = field(default_factory=dict)  # weights in the type of maps, of the whole pass
 
-    def weight(self, weight: Weight | None) -> Tensor | None:
+    def weight(self, weight: Weight) -> Tensor:
         """Return a weight in the type of maps; it is converted once for an instruction, if not for the pass."""
-        if weight is None:
-            return None
-        if weight.name in self.converted:
-            return self.converted[weight.name]
-        tensor = self.weights[weight.name]
-        if not tensor.is_floating_point():
+        tensor = self.converted.get(weight.name, self.weights[weight.name])
+        if not tensor.is_floating_point() or tensor.dtype == self.dtype:
             return tensor
-        if tensor.dtype == self.dtype:
-            return tensor
-        converted: Tensor = self.prepare(weight, lambda: tensor.detach().to(self.dtype))
-        return converted
+        return self.prepare(weight, lambda: tensor.detach().to(self.dtype))
 
-    def prepare(self, key: Any, make: Callable[[], Any]) -> Any:
+    def prepare(self, key: Any, make: Callable[[], T]) -> T:
         """Return what `make` returns, called once for an instruction."""
         if key not in self.prepared:
             self.prepared[key] = make()
-        return self.prepared[key]
+        made: T = self.prepared[key]
+        return made
 
-    def forget(self, *key: Any) -> None:
-        """Let what was prepared under a key be made anew."""
-        self.prepared.pop(key, None)
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], T]) -> T:
         """Return what `make` returns, called once in a pass on a GPU: a few numbers a channel, and a launch."""
         return make() if self.on_cpu else self.prepare(key, make)
 
     def convert(self, weights: Iterable[Weight]) -> None:
         """Convert weights to the type of maps for the whole pass, in one launch."""
-        names = []
         for weight in weights:
             tensor = self.weights[weight.name]
             if tensor.is_floating_point() and tensor.dtype != self.dtype:
-                names.append(weight.name)
-        tensors = [self.weights[name].detach() for name in names]
-        converted = [torch.empty_like(tensor, dtype=self.dtype) for tensor in tensors]
-        if converted:
-            torch._foreach_copy_(converted, tensors)
-        self.converted = dict(zip(names, converted, strict=True))
+                self.converted[weight.name] = torch.empty_like(tensor, dtype=self.dtype)
+        if self.converted:
+            tensors = [self.weights[name].detach() for name in self.converted]
+            torch._foreach_copy_(list(self.converted.values()), tensors)
 
     def forget_prepared(self) -> None:
         """Forget what an instruction has prepared; on a GPU it stays for the pass."""
@@ -120,14 +109,15 @@ class State:
 
     def close_tile(self) -> None:
         """Add a tile's gradients to the weights' gradients, in at most two launches."""
+        of_tile = self.of_tile
+        self.of_tile = {}
         converted = {}
-        for name, gradient in self.of_tile.items():
+        for name, gradient in of_tile.items():
             if gradient.dtype != self.weights[name].dtype:
                 converted[name] = torch.empty_like(self.weights[name])
         if converted:
-            torch._foreach_copy_(list(converted.values()), [self.of_tile[name] for name in converted])
-        of_tile = self.of_tile | converted
-        self.of_tile = {}
+            torch._foreach_copy_(list(converted.values()), [of_tile[name] for name in converted])
+            of_tile |= converted
         known = [name for name in of_tile if name in self.gradients]
         if known:
             torch._foreach_add_([self.gradients[name] for name in known], [of_tile[name] for name in known])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from unet3d.recomputing.graph import DROPOUTS, Value, Weight, filled
 from unet3d.recomputing.state import State
@@ -75,7 +76,7 @@ class Rule:
 
         `known`: the inputs, or the result alone, as `reads` says; what is popped from it is released.
         """
-        return gradients_by_autograd(work.value, known, gradient, work.state)
+        return _gradients_of_call(work, known, gradient)
 
     def operations(self, value: Value) -> int:
         """Return the multiplications and additions of the whole map; 0 where they take no longer than its memory."""
@@ -94,14 +95,13 @@ def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool
     """Return the operation's result for these inputs, on rows or whole maps; a dropout is of whole maps."""
     if value.op in DROPOUTS:
         return inputs[0] * dropout_factor(value, state, inputs[0].dtype)
-    tensors: dict[Value | Weight, Tensor | None] = dict(zip(value.inputs, inputs, strict=True))
+    tensors: dict[Value | Weight, Tensor] = dict(zip(value.inputs, inputs, strict=True))
     for weight in value.weights():
-        if keeps_types:
-            tensors[weight] = state.weights[weight.name]
-        else:
-            tensors[weight] = state.weight(weight)
+        tensors[weight] = state.weights[weight.name] if keeps_types else state.weight(weight)
     if value.op in TRACKING:
-        _keep_running_statistics(value, tensors, state)
+        if value in state.updated:  # Running statistics are updated when it is made first, and copies from then on.
+            tensors |= {weight: tensors[weight].clone() for weight in value.args[3:5] if weight is not None}
+        state.updated.add(value)
     kwargs = {name: filled(leaf, tensors) for name, leaf in value.kwargs.items()}
     args = [filled(leaf, tensors) for leaf in value.args]
     result = value.target(*args, **kwargs)
@@ -113,86 +113,82 @@ def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool
     return result.to(state.dtype)
 
 
-def _keep_running_statistics(value: Value, tensors: dict[Value | Weight, Tensor | None], state: State) -> None:
-    """Let a normalisation update its running statistics when it is made first, and copies of them from then on."""
-    if value in state.updated:
-        for weight in value.args[3:5]:
-            running = tensors.get(weight)
-            if running is not None:
-                running = running.clone()
-            tensors[weight] = running
-    state.updated.add(value)
+def _gradients_of_call(work: Work, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
+    """Return the inputs' gradients by running the operation again under autograd; weights' are added to the state."""
+    value, _, state, *_ = work
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    weights = {weight.name: state.weights[weight.name] for weight in value.weights()}
+    trained = {w.name: weights[w.name].detach().requires_grad_() for w in value.weights() if state.wants(w)}
+
+    def run() -> Tensor:
+        converted = {name: weight.to(state.dtype) for name, weight in trained.items()}
+        return call(value, leaves, State(state.axis, state.dtype, weights | converted, updated={value}))
+
+    gradients = gradients_by_autograd(run, leaves, trained, gradient, state)
+    # Others may be added to these in place; that of a sum is one number, expanded.
+    return [g if g is None or 0 not in g.stride() else g.contiguous() for g in gradients]
 
 
 def gradients_by_autograd(
-    value: Value,
-    inputs: Sequence[Tensor],
+    run: Callable[[], Tensor],
+    leaves: Sequence[Tensor],
+    weights: dict[str, Tensor],
     gradient: Tensor,
     state: State,
-) -> Gradients:
-    """Return the inputs' gradients by running the operation again under autograd; weights' are added to the state."""
-    weights = [weight for weight in value.weights() if state.wants(weight)]
-    leaves = []
-    for tensor in inputs:
-        leaf = tensor.detach()
-        leaves.append(leaf.requires_grad_(tensor.is_floating_point()))
-    parameters = {}
-    for weight in weights:
-        parameter = state.weights[weight.name].detach()
-        parameters[weight.name] = parameter.requires_grad_()
-    inner = State(
-        axis=state.axis,
-        dtype=state.dtype,
-        weights={weight.name: parameters.get(weight.name, state.weights[weight.name]) for weight in value.weights()},
-        updated={value},
-    )
+    frees_result: bool = False,
+) -> list[Tensor | None]:
+    """Return gradients of leaves, by running operations again under autograd; those of weights go to the state.
+
+    `frees_result`: of a group, as large as a map, which backward reads only where autograd saved it.
+    """
     with torch.enable_grad():
-        result = _call_with_gradients(value, leaves, inner)
+        result = run()
     if not result.requires_grad:
         return [None for _ in leaves]
+    gradient = gradient.to(result.dtype)
+    edge = get_gradient_edge(result)
+    if frees_result:
+        del result
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    wanted += parameters.values()
-    computed = torch.autograd.grad(
-        result,
-        wanted,
-        gradient.to(result.dtype),
-        allow_unused=True,
+    computed: list[Tensor | None] = list(
+        torch.autograd.grad(edge, [*wanted, *weights.values()], gradient, allow_unused=True)
     )
-    gradient_of = dict(zip(map(id, wanted), computed, strict=True))
-    for weight in weights:
-        parameter = parameters[weight.name]
-        state.add_gradient(weight, gradient_of[id(parameter)])
-    return [_with_memory(gradient_of.get(id(leaf))) for leaf in leaves]
-
-
-def _with_memory(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient to which others may be added in place: that of a sum is one number, expanded."""
-    if gradient is None or 0 not in gradient.stride():
-        return gradient
-    return gradient.contiguous()
-
-
-def _call_with_gradients(value: Value, inputs: Sequence[Tensor], state: State) -> Tensor:
-    """Return `call`, whose conversions of weights autograd follows."""
-    converted = dict(state.weights)  # those of this operation
-    for name, tensor in state.weights.items():
-        if tensor.requires_grad:
-            converted[name] = tensor.to(state.dtype)
-    state.weights = converted
-    return call(value, inputs, state)
+    memory = {memory_of(of_leaf) for of_leaf in (gradient, *computed[: len(wanted)]) if of_leaf is not None}
+    for name in reversed(weights):
+        of_weight = computed.pop()
+        if of_weight is None:
+            continue
+        if memory_of(of_weight) in memory:
+            of_weight = of_weight.clone()  # the gradient of a sum's terms is the same tensor, and is added to
+        memory.add(memory_of(of_weight))
+        state.add_gradient(Weight(name, of_weight.shape), of_weight)
+    return [computed.pop(0) if leaf.requires_grad else None for leaf in leaves]
 
 
 def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
     """Return the numbers by which a dropout multiplies a map, or a tile's rows of it."""
     drawn = state.weights[value.args[-1].name]
     if tile is not None and drawn.shape[state.axis] > 1:
-        first, _ = tile.span
-        drawn = drawn.narrow(state.axis, first, tile.rows)
+        drawn = rows_of(drawn, state.axis, tile.span)
     if drawn.dtype != torch.bool:
         return drawn.to(dtype)
     probability = float(value.argument(1))
     factor = 1 / (1 - probability) if probability < 1 else 0.0
     return drawn.to(dtype).mul_(factor)
+
+
+def rows_of(tensor: Tensor, axis: int, span: Span, first: int = 0) -> Tensor:
+    """Return some rows of a tensor, whose own begin at `first`; they share its memory."""
+    low, high = span
+    if low == first and high - low == tensor.shape[axis]:
+        return tensor
+    return tensor.narrow(axis, low - first, high - low)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Convolutions on rows, with any kernel, stride, padding, dilation and groups; the settings of all convolutions.
+"""Convolutions and transposed convolutions on rows, with any kernel, stride, padding, dilation and groups.
 
 On the CPU torch convolves one image of few rows by a kernel that is several times slower than oneDNN's, by which it
 convolves two images, however small: few rows of one image are convolved as two images of half the rows.
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.model.half_precision import ONEDNN
 from unet3d.recomputing.graph import Value, Weight
-from unet3d.recomputing.rules import Gradients, Rule, Span, State, Work, pad_along, rule
+from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, rows_of, rule
 
 Three = tuple[int, int, int]
 
@@ -43,41 +42,27 @@ class ConvolutionSettings(NamedTuple):
     padding: Three
     dilation: Three
     groups: int
-    output_padding: Three = (0, 0, 0)
+    output_padding: Three
 
     def along(self, axis: int) -> AxisSettings:
         """Return the arguments along an axis of N C D H W."""
-        place = axis - 2
-        return AxisSettings(
-            kernel=self.kernel[place],
-            stride=self.stride[place],
-            padding=self.padding[place],
-            dilation=self.dilation[place],
-        )
+        of_axes = (self.kernel, self.stride, self.padding, self.dilation)
+        return AxisSettings(*(numbers[axis - 2] for numbers in of_axes))
 
 
-def convolution(value: Value) -> ConvolutionSettings:
-    """Return the settings of a conv3d."""
-    return _settings(value, dilation=value.argument(5, 1), groups=value.argument(6, 1))
-
-
-def transposed(value: Value) -> ConvolutionSettings:
-    """Return the settings of a conv_transpose3d."""
-    settings = _settings(value, dilation=value.argument(7, 1), groups=value.argument(6, 1))
-    return settings._replace(output_padding=three(value.argument(5, 0)))
-
-
-def _settings(value: Value, dilation: int | Sequence[int], groups: int) -> ConvolutionSettings:
-    """Return the settings whose arguments have the same places in both operations, with the others."""
+def settings_of(value: Value) -> ConvolutionSettings:
+    """Return the settings of a conv3d or conv_transpose3d."""
     weight = value.args[1]
+    is_transposed = value.op == "conv_transpose3d"
     return ConvolutionSettings(
         weight=weight,
         bias=value.argument(2),
         kernel=three(weight.shape[2:]),
         stride=three(value.argument(3, 1)),
         padding=three(value.argument(4, 0)),
-        dilation=three(dilation),
-        groups=groups,
+        dilation=three(value.argument(7 if is_transposed else 5, 1)),
+        groups=value.argument(6, 1),
+        output_padding=three(value.argument(5, 0) if is_transposed else 0),
     )
 
 
@@ -116,11 +101,10 @@ class Halves(NamedTuple):
         """Return the input, with its padding, as two images that share the rows between the halves."""
         length = (self.half - 1) * self.stride + self.reach
         first = x.narrow(self.axis, 0, length)
-        start = self.half * self.stride
-        if not self.surplus:
-            return torch.cat([first, x.narrow(self.axis, start, length)])
-        second = x.narrow(self.axis, start, length - self.stride)
-        return torch.cat([first, pad_along(second, self.axis, 0, self.stride)])
+        second = x.narrow(self.axis, self.half * self.stride, length - self.surplus * self.stride)
+        if self.surplus:
+            second = pad_along(second, self.axis, 0, self.stride)
+        return torch.cat([first, second])
 
     def result_images(self, y: Tensor) -> Tensor:
         """Return the result, or its gradient, as two images."""
@@ -143,99 +127,107 @@ class Halves(NamedTuple):
         return total
 
 
-def is_slow(rows: Tensor, more: int, axis: int) -> bool:
-    """Return whether torch has a slow kernel for these rows of an input and `more` rows of padding."""
-    images, channels, *size = rows.shape
-    size[axis - 2] += more
-    is_small = channels * size[0] * size[1] <= ONEDNN
-    return images == 1 and is_small and channels >= FEWEST_CHANNELS and rows.element_size() > HALF_PRECISION
+class TileInput(NamedTuple):
+    """What the kernels are given for a tile, and where its rows lie in their result."""
+
+    rows: Tensor  # with zeros for those outside of the map
+    padding: Sequence[int]  # that is left to do
+    output_padding: Sequence[int] = (0, 0, 0)
+    before: int = 0  # rows of the result that come before the tile's
+    behind: int = 0
+    zeros: int = 0  # rows before the input's
+    halves: Halves | None = None
 
 
-def is_plain_convolution(value: Value) -> bool:
-    """Return whether input and parameters are a map and weights, and the padding is given in numbers."""
-    weight = value.args[1]
-    bias = value.argument(2)
-    padding = value.argument(4, 0)
-    if not isinstance(weight, Weight) or not isinstance(bias, Weight | None):
-        return False
-    return len(value.inputs) == 1 and not isinstance(padding, str)
-
-
-@rule("conv3d")
-class Convolution(Rule):
+class AnyConvolution(Rule):
     """A convolution; its gradients need its input and not its result."""
 
     is_never_grouped = True
 
     def serves(self, value: Value, axis: int) -> bool:
-        if not super().serves(value, axis) or not is_plain_convolution(value):
+        """Return whether input and parameters are a map and weights, and the padding is given in numbers."""
+        if not super().serves(value, axis) or len(value.inputs) != 1 or isinstance(value.argument(4, 0), str):
             return False
-        along = convolution(value).along(axis)
-        return along.padding < along.reach  # else some rows are made from padding alone
-
-    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
-        length = value.inputs[0].shape[axis]
-        low, high = self._reach(value, axis, span)
-        return [(max(low, 0), min(high, length))]
+        return isinstance(value.args[1], Weight) and isinstance(value.argument(2), Weight | None)
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        settings = convolution(work.value)
-        weight = work.state.weight(settings.weight)
-        bias = work.state.weight(settings.bias)
-        assert weight is not None
-        halves = self._halves(work, inputs[0])
-        rows, padding, surplus = self._padded(work, inputs[0], halves)
-        result = F.conv3d(
-            rows,
+        state = work.state
+        settings = settings_of(work.value)
+        weight = state.weight(settings.weight)
+        bias = None if settings.bias is None else state.weight(settings.bias)
+        tile = self.tile_input(work, inputs[0])
+        result: Tensor = torch.ops.aten.convolution(
+            tile.rows,
             weight,
             bias,
             settings.stride,
-            padding,
+            tile.padding,
             settings.dilation,
+            work.value.op == "conv_transpose3d",
+            tile.output_padding,
             settings.groups,
         )
-        if halves is not None:
-            return halves.result(result)
-        if surplus == (0, 0):
-            return result
-        return result.narrow(work.state.axis, surplus[0], work.tile.rows)
+        if tile.halves is not None:
+            return tile.halves.result(result)
+        return rows_of(result, state.axis, (tile.before, tile.before + work.tile.rows))
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        value, tile, state, *_ = work
-        settings = convolution(value)
-        size = known[0].shape
-        halves = self._halves(work, known[0])
-        rows, padding, surplus = self._padded(work, known.pop(), halves)  # the copy with padding alone is alive
+        value, _, state, *_ = work
+        settings = settings_of(value)
+        length = known[0].shape[state.axis]
+        tile = self.tile_input(work, known.pop())  # The copy with padding alone is alive.
+        halves = tile.halves
         if halves is not None:
             gradient = halves.result_images(gradient)
-        if surplus != (0, 0):
-            gradient = pad_along(gradient, state.axis, *surplus)
+        if tile.before or tile.behind:
+            gradient = pad_along(gradient, state.axis, tile.before, tile.behind)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradient.contiguous(),
-            rows,
+            tile.rows,
             state.weight(settings.weight),
-            bias_size(value, settings),
+            None if settings.bias is None else [value.shape[1]],
             settings.stride,
-            padding,
+            tile.padding,
             settings.dilation,
-            False,  # not transposed
-            settings.output_padding,
+            value.op == "conv_transpose3d",
+            tile.output_padding,
             settings.groups,
-            wanted_gradients(work, settings),
+            [work.wanted[0], state.wants(settings.weight), state.wants(settings.bias)],
         )
         state.add_gradient(settings.weight, of_weight)
         state.add_gradient(settings.bias, of_bias)
         if of_input is not None and halves is not None:
             of_input = halves.input_gradient(of_input)
-        if of_input is not None and of_input.shape != size:
-            low, _ = self._reach(value, state.axis, tile.span)
-            before = max(-low, 0)
-            of_input = of_input.narrow(state.axis, before, size[state.axis])
+        if of_input is not None and of_input.shape[state.axis] != length:
+            of_input = of_input.narrow(state.axis, tile.zeros, length)
         return [of_input]
 
     def operations(self, value: Value) -> int:
         weight: Weight = value.args[1]
-        return value.shape.numel() * math.prod(weight.shape[1:])
+        points = value if value.op == "conv3d" else value.inputs[0]
+        return points.shape.numel() * math.prod(weight.shape[1:])
+
+    def tile_input(self, work: Work, rows: Tensor) -> TileInput:
+        """Return what the kernels are given for the input's rows.
+
+        Those of a group may be in autocast's type, as float32 after a layer norm.
+        """
+        raise NotImplementedError
+
+
+@rule("conv3d")
+class Convolution(AnyConvolution):
+    """A convolution with any kernel, stride, padding, dilation and groups."""
+
+    def serves(self, value: Value, axis: int) -> bool:
+        if not super().serves(value, axis):
+            return False
+        along = settings_of(value).along(axis)
+        return along.padding < along.reach  # else some rows are made from padding alone
+
+    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
+        low, high = self._reach(value, axis, span)
+        return [(max(low, 0), min(high, value.inputs[0].shape[axis]))]
 
     def is_costly(self, value: Value) -> bool:
         return True
@@ -244,76 +236,112 @@ class Convolution(Rule):
         """Return the rows of a tile for which torch computes by oneDNN: that depends on C x D x H of one image."""
         if value.shape[0] > 1 or axis == 4:
             return 1
-        along = convolution(value).along(axis)
+        along = settings_of(value).along(axis)
         source = value.inputs[0].shape
         row = source[1] * source[5 - axis]
         fewest = ONEDNN // row + 1  # rows of the input
         steps = math.ceil((fewest - along.reach) / along.stride)
         return max(1, steps + 1)
 
-    def _reach(self, value: Value, axis: int, span: Span) -> Span:
-        """Return the rows of the input under the kernel, also those outside of it."""
-        along = convolution(value).along(axis)
-        first, end = span
-        low = first * along.stride - along.padding
-        last = (end - 1) * along.stride - along.padding
-        return low, last + along.reach
+    def tile_input(self, work: Work, rows: Tensor) -> TileInput:
+        """Return what the kernels are given for the input's rows.
 
-    def _halves(self, work: Work, rows: Tensor) -> Halves | None:
-        """Return how a tile is cut into two images; None where torch's kernel is fast for one."""
-        value, tile, state, *_ = work
-        settings = convolution(value)
-        if not state.on_cpu or tile.rows == 1 or max(settings.kernel) == 1 or settings.groups > 1:
-            return None
-        low, high = self._reach(value, state.axis, tile.span)
-        if not is_slow(rows, high - low - rows.shape[state.axis], state.axis):
-            return None
-        along = settings.along(state.axis)
-        return Halves(state.axis, tile.rows, along.stride, along.reach)
-
-    def _padded(self, work: Work, rows: Tensor, halves: Halves | None) -> tuple[Tensor, list[int], Span]:
-        """Return the input's rows with zeros for those outside of the map, and the padding that is left to do.
-
-        On a GPU, where each copy is a launch, torch pads both sides of a tile at an end of the map: the last numbers
-        say how many rows of its result come before the tile's, and behind them.
+        On a GPU, where each copy is a launch, torch pads both sides of a tile at an end of the map.
         """
         value, tile, state, *_ = work
         axis = state.axis
-        rows = in_type(rows, state)
-        padding = list(convolution(value).padding)
-        if tile.span == (0, value.shape[axis]) and halves is None:
-            return rows.contiguous(), padding, (0, 0)
         low, high = self._reach(value, axis, tile.span)
+        halves = self._halves(work, rows, high - low)
+        rows = rows.to(state.dtype)
+        padding = list(settings_of(value).padding)
+        if tile.span == (0, value.shape[axis]) and halves is None:
+            return TileInput(rows.contiguous(), padding)
         before = max(-low, 0)
         behind = max(high - value.inputs[0].shape[axis], 0)
-        along = convolution(value).along(axis)
+        along = settings_of(value).along(axis)
         is_at_end = before > 0 or behind > 0
         if is_at_end and not state.on_cpu and along.stride == 1 and {before, behind} <= {0, along.padding}:
-            return rows.contiguous(), padding, (along.padding - before, along.padding - behind)
+            surplus = (along.padding - before, along.padding - behind)
+            return TileInput(rows.contiguous(), padding, (0, 0, 0), *surplus)
         padding[axis - 2] = 0
         if is_at_end:
             rows = pad_along(rows, axis, before, behind)
         if halves is not None:
             rows = halves.input_images(rows)
-        return rows.contiguous(), padding, (0, 0)
+        return TileInput(rows.contiguous(), padding, zeros=before, halves=halves)
+
+    def _reach(self, value: Value, axis: int, span: Span) -> Span:
+        """Return the rows of the input under the kernel, also those outside of it."""
+        along = settings_of(value).along(axis)
+        first, end = span
+        low = first * along.stride - along.padding
+        last = (end - 1) * along.stride - along.padding
+        return low, last + along.reach
+
+    def _halves(self, work: Work, rows: Tensor, length: int) -> Halves | None:
+        """Return how a tile is cut into two images; None where torch's kernel is fast for one.
+
+        `length`: rows of the input with padding.
+        """
+        _, tile, state, *_ = work
+        settings = settings_of(work.value)
+        if not state.on_cpu or tile.rows == 1 or max(settings.kernel) == 1 or settings.groups > 1:
+            return None
+        images, channels, *size = rows.shape
+        size[state.axis - 2] = length
+        is_small = channels * size[0] * size[1] <= ONEDNN
+        if images > 1 or not is_small or channels < FEWEST_CHANNELS or rows.element_size() <= HALF_PRECISION:
+            return None
+        along = settings.along(state.axis)
+        return Halves(state.axis, tile.rows, along.stride, along.reach)
 
 
-def in_type(rows: Tensor, state: State) -> Tensor:
-    """Return rows in the pass's type; those of a group may be in autocast's, as float32 after a layer norm."""
-    return rows.to(state.dtype)
+@rule("conv_transpose3d")
+class TransposedConvolution(AnyConvolution):
+    """A transposed convolution with any kernel, stride, padding, dilation and groups."""
 
+    def serves(self, value: Value, axis: int) -> bool:
+        if not super().serves(value, axis):
+            return False
+        along = settings_of(value).along(axis)
+        length = value.inputs[0].shape[axis]
+        end = (length - 1) * along.stride - along.padding + along.reach
+        # Else there are rows that no kernel reaches.
+        return value.shape[axis] <= end and along.stride <= along.reach
 
-def bias_size(value: Value, settings: ConvolutionSettings) -> list[int] | None:
-    """Return the size of the bias, as the gradient of a convolution is asked for it; None without one."""
-    if settings.bias is None:
-        return None
-    return [value.shape[1]]
+    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
+        along = settings_of(value).along(axis)
+        length = value.inputs[0].shape[axis]
+        first, end = span
+        low = math.ceil((first + along.padding + 1 - along.reach) / along.stride)
+        high = (end - 1 + along.padding) // along.stride + 1
+        # One row at least, also for rows that are made from none.
+        low = min(max(low, 0), length - 1)
+        high = max(min(high, length), low + 1)
+        return [(low, high)]
 
+    def is_costly(self, value: Value) -> bool:
+        """Return whether kernels overlap: else each number of the result is made from one voxel alone."""
+        settings = settings_of(value)
+        if settings.dilation != (1, 1, 1):
+            return True
+        return any(k > s for k, s in zip(settings.kernel, settings.stride, strict=True))
 
-def wanted_gradients(work: Work, settings: ConvolutionSettings) -> list[bool]:
-    """Return whether the gradients of input, weight and bias are wanted."""
-    return [
-        work.wanted[0],
-        work.state.wants(settings.weight),
-        work.state.wants(settings.bias),
-    ]
+    def tile_input(self, work: Work, rows: Tensor) -> TileInput:
+        value, tile, state, *_ = work
+        axis = state.axis
+        settings = settings_of(value)
+        along = settings.along(axis)
+        rows = rows.to(state.dtype).contiguous()
+        padding = list(settings.padding)
+        low, high = tile.inputs[0]
+        first, end = tile.span
+        if (low, high, first, end) == (0, value.inputs[0].shape[axis], 0, value.shape[axis]):
+            return TileInput(rows, padding, settings.output_padding)
+        before = first + along.padding - low * along.stride
+        behind = (high - low - 1) * along.stride + along.reach - before - tile.rows
+        left_out = min(before, behind)  # of rows that are not asked for, torch leaves out as many at both ends
+        padding[axis - 2] = left_out
+        output_padding = list(settings.output_padding)
+        output_padding[axis - 2] = 0
+        return TileInput(rows, padding, output_padding, before - left_out, behind - left_out)

@@ -24,20 +24,10 @@ class Pointwise(Rule):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis) or not value.inputs:
             return False
-        if value.op in OF_TWO:
-            for weight in value.weights():
-                if _has_rows(weight, axis):
-                    return False
-        lengths = (1, value.shape[axis])
-        return all(source.shape[axis] in lengths for source in value.inputs)
-
-
-def _has_rows(weight: Weight, axis: int) -> bool:
-    """Return whether a weight has other numbers for each row, as a positional embedding has."""
-    place = axis - 5  # from the last dimension on, by which shapes are matched
-    if len(weight.shape) < -place:
-        return False
-    return weight.shape[place] > 1
+        # A weight may have other numbers for each row, as a positional embedding has.
+        if value.op in OF_TWO and any(len(w.shape) >= 5 - axis and w.shape[axis - 5] > 1 for w in value.weights()):
+            return False
+        return all(source.shape[axis] in (1, value.shape[axis]) for source in value.inputs)
 
 
 @rule("softmax", "log_softmax")
@@ -49,14 +39,11 @@ class OverDimensions(Pointwise):
     keepdim: int | None = None  # position of the argument that must be true
 
     def serves(self, value: Value, axis: int) -> bool:
-        dimensions = value.argument(self.position, self.default)
-        dimensions = value.kwargs.get("dim", dimensions)
+        dimensions = value.kwargs.get("dim", value.argument(self.position, self.default))
         if dimensions is None or not super().serves(value, axis):
             return False
-        if self.keepdim is not None:
-            keepdim = value.kwargs.get("keepdim", False)
-            if not value.argument(self.keepdim, keepdim):
-                return False
+        if self.keepdim is not None and not value.argument(self.keepdim, value.kwargs.get("keepdim", False)):
+            return False
         if not isinstance(dimensions, tuple):
             dimensions = (dimensions,)
         return all(dimension % 5 != axis for dimension in dimensions)
@@ -87,22 +74,18 @@ class Rectified(Pointwise):
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         slope = _slope(work.value)
-        result = known[0]
+        settings: tuple[float, ...] = (slope, True)  # what is given is the result, not the input
+        backward = torch.ops.aten.leaky_relu_backward
         if slope == 0:
+            settings = (0,)
             backward = torch.ops.aten.threshold_backward
-            settings: tuple[float, ...] = (0,)
-        else:
-            backward = torch.ops.aten.leaky_relu_backward
-            settings = (slope, True)  # `result` is the result, not the input
         if work.may_overwrite:
-            return [backward.grad_input(gradient, result, *settings, grad_input=gradient)]
-        return [backward(gradient, result, *settings)]
+            return [backward.grad_input(gradient, known[0], *settings, grad_input=gradient)]
+        return [backward(gradient, known[0], *settings)]
 
 
 def _slope(value: Value) -> float:
-    if value.op == "relu":
-        return 0.0
-    return float(value.argument(1, 0.01))
+    return 0.0 if value.op == "relu" else float(value.argument(1, 0.01))
 
 
 @rule("prelu")
@@ -113,9 +96,7 @@ class PReLU(Pointwise):
         value, _, state, *_ = work
         rows = known[0]
         weight: Weight = value.args[1]
-        slope = state.weight(weight)
-        assert slope is not None
-        slope = slope.view(-1, 1, 1, 1)
+        slope = state.weight(weight).view(-1, 1, 1, 1)
         if not state.on_cpu:
             of_rows, of_slope = torch.ops.aten._prelu_kernel_backward(gradient, rows, slope.unsqueeze(0))
             self._add_gradient(weight, of_slope, state)
@@ -128,10 +109,8 @@ class PReLU(Pointwise):
         return [negative.mul_(slope).add_(positive)]
 
     def _add_gradient(self, weight: Weight, of_slope: Tensor, state: State) -> None:
-        if weight.shape.numel() == 1:
-            state.add_gradient(weight, of_slope.sum())
-        else:
-            state.add_gradient(weight, of_slope.sum((0, 2, 3, 4)))
+        over = None if weight.shape.numel() == 1 else (0, 2, 3, 4)
+        state.add_gradient(weight, of_slope.sum(over))
 
 
 @rule("add", "sub")
@@ -141,40 +120,30 @@ class Sum(Pointwise):
     reads = ""
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        value = work.value
         has_two_maps = len(inputs) == 2 and inputs[0].shape == inputs[1].shape
-        is_first = value.args[0] is value.inputs[0]
-        if work.may_overwrite and has_two_maps and is_first:
-            factor = self._factor_of_second(value)
-            return inputs[0].add_(inputs[1], alpha=factor)
+        if work.may_overwrite and has_two_maps:
+            return inputs[0].add_(inputs[1], alpha=self._factor_of_second(work.value))
         return super().run(work, inputs)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         value = work.value
-        state = work.state
         totals: dict[Value, Tensor] = {}
         for position, term in enumerate(value.args[:2]):
             if isinstance(term, int | float):
                 continue
-            of_term = gradient
-            if position == 1:
-                factor = self._factor_of_second(value)
-                if factor != 1:
-                    of_term = gradient * factor
+            factor = self._factor_of_second(value) if position == 1 else 1
+            of_term = gradient if factor == 1 else gradient * factor
             if isinstance(term, Weight):
-                shape = state.weights[term.name].shape
-                of_weight = of_term.sum_to_size(shape)
+                of_weight = of_term.sum_to_size(term.shape)
                 if of_weight.numel() == of_term.numel():  # the gradient's memory, which may be written over
                     of_weight = of_weight.clone()
-                state.add_gradient(term, of_weight)
+                work.state.add_gradient(term, of_weight)
                 continue
             low, high = work.tile.inputs[value.inputs.index(term)]
             size = list(term.shape)
-            size[state.axis] = high - low
+            size[work.state.axis] = high - low
             of_term = of_term.sum_to_size(size)
-            if term in totals:
-                of_term = totals[term] + of_term
-            totals[term] = of_term
+            totals[term] = totals[term] + of_term if term in totals else of_term
         return [totals.get(source) for source in value.inputs]
 
     def _factor_of_second(self, value: Value) -> float:
@@ -214,12 +183,10 @@ class Cat(Pointwise):
 
     def serves(self, value: Value, axis: int) -> bool:
         parts = value.args[0]
-        if not all(isinstance(part, Value) for part in parts):
+        is_of_maps = all(isinstance(part, Value) for part in parts)
+        if not is_of_maps or len(set(parts)) < len(parts):  # A map that is joined with itself has one gradient.
             return False
-        if len(set(parts)) < len(parts):
-            return False  # a map that is joined with itself
-        dimension = value.argument(1, 0) % 5
-        return dimension != axis and super().serves(value, axis)
+        return value.argument(1, 0) % 5 != axis and super().serves(value, axis)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         dimension = work.value.argument(1, 0) % 5
@@ -243,8 +210,7 @@ class Slice(Rule):
     reads = ""
 
     def serves(self, value: Value, axis: int) -> bool:
-        step = value.argument(4, 1)
-        return step == 1 and super().serves(value, axis)
+        return value.argument(4, 1) == 1 and super().serves(value, axis)
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         dimension, start = self._start(value)
@@ -271,11 +237,7 @@ class Slice(Rule):
     def _start(self, value: Value) -> tuple[int, int]:
         """Return the dimension that is cut, and the place of the first part that stays."""
         dimension = value.argument(1, 0) % 5
-        start = value.argument(2) or 0
-        length = value.inputs[0].shape[dimension]
-        if start < 0:
-            start += length
-        start = min(max(start, 0), length)
+        start, _, _ = slice(value.argument(2), None).indices(value.inputs[0].shape[dimension])
         return dimension, start
 
 
@@ -284,13 +246,8 @@ class Pad(Pointwise):
     """Padding along any axes but the rows', in any mode."""
 
     def serves(self, value: Value, axis: int) -> bool:
-        pads = value.argument(1)
-        # Two numbers for each dimension, from the last on.
-        place = 2 * (4 - axis)
-        pads_of_rows = pads[place : place + 2]
-        if any(pads_of_rows):
-            return False
-        return super().serves(value, axis)
+        place = 2 * (4 - axis)  # of two numbers for each dimension, from the last on
+        return not any(value.argument(1)[place : place + 2]) and super().serves(value, axis)
 
 
 @rule("repeat")
@@ -299,6 +256,4 @@ class Repeat(Pointwise):
 
     def serves(self, value: Value, axis: int) -> bool:
         repeats = value.argument(1)
-        if len(repeats) != 5 or repeats[axis] != 1:
-            return False
-        return super().serves(value, axis)
+        return len(repeats) == 5 and repeats[axis] == 1 and super().serves(value, axis)

@@ -1,12 +1,20 @@
-"""Pooling without overlap and interpolation by whole factors, on rows."""
+"""Pooling without overlap, interpolation by whole factors, and means, sums and norms over all rows.
+
+The last, as of squeeze and excitation, are carried out in two steps. The first is of each row, and has a rule as any
+operation on rows; what it gives is small, a map N C D 1 1, say. The second is of that map. Both together are the
+operation: rows are as long as each other.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unet3d.recomputing.graph import Value, leaves
+from unet3d.recomputing.graph import Graph, Value, leaves
+from unet3d.recomputing.nodes import InPrecision
 from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, rule
 from unet3d.recomputing.rules.convolution import three
 
@@ -18,24 +26,17 @@ class Pool(Rule):
     def serves(self, value: Value, axis: int) -> bool:
         kernel = three(value.argument(1))
         stride = three(value.argument(2) or value.argument(1))
-        padding = three(value.argument(3, 0))
-        if kernel != stride or padding[axis - 2] > 0:
+        dilation = three(value.argument(4, 1) if value.op == "max_pool3d" else 1)
+        if kernel != stride or dilation != (1, 1, 1) or three(value.argument(3, 0))[axis - 2] > 0:
             return False
-        if value.op == "max_pool3d":
-            dilation = three(value.argument(4, 1))
-            if dilation != (1, 1, 1):
-                return False
         if value.element not in (None, 0):
             return False  # the indices of the largest numbers count voxels of the whole map
         return super().serves(value, axis)
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         factor = three(value.argument(1))[axis - 2]
-        length = value.inputs[0].shape[axis]
         first, end = span
-        low = first * factor
-        high = min(end * factor, length)
-        return [(low, high)]
+        return [(first * factor, min(end * factor, value.inputs[0].shape[axis]))]
 
 
 @rule("avg_pool3d")
@@ -60,9 +61,8 @@ class AveragePool(Pool):
         settings = value.args[1:]
         kernel = three(value.argument(1))
         count = rows.shape[axis]
-        if (
-            count < kernel[axis - 2]
-        ):  # The last window of ceil_mode alone: torch takes none with more rows than there are.
+        # The last window of ceil_mode alone: torch takes none with more rows than there are.
+        if count < kernel[axis - 2]:
             cut = (*kernel[: axis - 2], count, *kernel[axis - 1 :])
             settings = (cut, cut, *settings[2:])
         result: Tensor = value.target(rows, *settings)
@@ -81,26 +81,19 @@ class Interpolation(Rule):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis):
             return False
-        source = value.inputs[0].shape
-        for length, length_before in zip(value.shape[2:], source[2:], strict=True):
-            if length % length_before != 0:
-                return False
-        for scale in leaves(value.args[2:]):
-            if isinstance(scale, float) and scale != round(scale):
-                return False  # of 5 rows, 2.1 makes 10 at other places than 2 does
+        if any(length % before != 0 for length, before in zip(value.shape[2:], value.inputs[0].shape[2:], strict=True)):
+            return False
+        if any(isinstance(scale, float) and scale != round(scale) for scale in leaves(value.args[2:])):
+            return False  # of 5 rows, 2.1 makes 10 at other places than 2 does
         aligns_corners = value.op == "upsample_trilinear3d" and value.argument(2, False)
         return not aligns_corners
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         length = value.inputs[0].shape[axis]
         factor = value.shape[axis] // length
-        margin = 1  # rows that a row reads on each side of its own
-        if value.op == "upsample_nearest3d":
-            margin = 0
+        margin = 0 if value.op == "upsample_nearest3d" else 1  # rows that a row reads on each side
         first, end = span
-        low = first // factor - margin
-        high = math.ceil(end / factor) + margin
-        return [(max(low, 0), min(high, length))]
+        return [(max(first // factor - margin, 0), min(math.ceil(end / factor) + margin, length))]
 
     def operations(self, value: Value) -> int:
         return TRILINEAR * value.shape.numel() if value.op == "upsample_trilinear3d" else 0
@@ -149,3 +142,110 @@ class Interpolation(Rule):
             count += 1  # of as many rows as there are, torch makes a copy, whatever the factor
         size[axis - 2] = count
         return before, size, [float(factor) for factor in factors]
+
+
+BY_ROWS = " by rows"  # the end of the first step's operation
+OVER_ROWS = " over rows"  # the same of the second, where its result has five dimensions, too
+LEAST = 4  # numbers of a map to those of its rows' results, or nothing is saved
+MEAN = torch.ops.aten.mean.dim
+PLACE = {"mean": 1, "sum": 1, "linalg_vector_norm": 2}  # of the argument that names the dimensions
+VIEWS = ("flatten", "reshape", "view")
+
+
+@rule(f"mean{BY_ROWS}", f"sum{BY_ROWS}")
+class OfEachRow(Rule):
+    """The mean or sum of each row; its gradient is that of the result, spread."""
+
+    reads = ""
+
+    def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
+        (source,) = work.value.inputs
+        low, high = work.tile.inputs[0]
+        size = list(source.shape)
+        size[work.state.axis] = high - low
+        if work.value.op.startswith("mean"):
+            gradient = gradient * (work.value.shape.numel() / source.shape.numel())
+        return [gradient.expand(size).contiguous()]
+
+
+@rule(f"linalg_vector_norm{BY_ROWS}")
+class NormOfEachRow(Rule):
+    """The same of a norm, whose gradient is computed from the rows."""
+
+
+@rule(*(f"{op}{OVER_ROWS}" for op in PLACE))
+class OfAllRows(Rule):
+    """The second step: one row, made of all rows of a small map, which has to be whole."""
+
+    reads_maps = True
+
+    def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
+        return [(0, value.inputs[0].shape[axis])]
+
+
+def in_two_steps(graph: Graph, axis: int) -> Graph:
+    """Return the graph with a step by rows before each operation over all rows of a map, which then reads that."""
+    values: list[Value] = []
+    for value in graph.values:
+        values += [*_first_steps(value, axis), value]
+    needed = set(graph.outputs)
+    for value in reversed(values):
+        if value in needed:
+            needed.update(value.inputs)
+    return replace(graph, values=tuple(value for value in values if value in needed))
+
+
+def _first_steps(value: Value, axis: int) -> list[Value]:
+    """Return the values that come before an operation from now on, which reads the last of them."""
+    dimensions = _dimensions(value)
+    if dimensions is None:
+        return []
+    source = value.inputs[0]
+    is_of_view = len(source.shape) == 3 and source.op in VIEWS and dimensions == (2,) and len(source.inputs) == 1
+    if is_of_view:
+        (source,) = source.inputs
+        if value.inputs[0].shape[:2] != source.shape[:2]:
+            return []
+        dimensions = (2, 3, 4)
+    others = tuple(dimension for dimension in dimensions if dimension != axis)
+    shape = torch.Size([1 if dimension in others else length for dimension, length in enumerate(source.shape)])
+    is_over_rows = len(source.shape) == 5 and axis in dimensions and source.shape[axis] > 1
+    if not is_over_rows or LEAST * shape.numel() > source.shape.numel():
+        return []
+    op = value.op if value.op in PLACE else "mean"
+    target: Any = {"mean": MEAN, "sum": torch.ops.aten.sum.dim_IntList}.get(op, value.target)
+    args: tuple[Any, ...] = (source, 2, others, True) if op == "linalg_vector_norm" else (source, others, True)
+    name = f"{value.name}{BY_ROWS}"
+    steps = [Value(name, f"{op}{BY_ROWS}", target, args, {}, shape, source.dtype, value.layer)]
+    if is_of_view:  # The view N C DHW of the source becomes one of its rows' results.
+        shape = torch.Size([*shape[:2], shape[2:].numel()])
+        reshape: Any = torch.ops.aten.reshape.default
+        args = (steps[0], tuple(shape))
+        steps.append(Value(f"{name} flat", "reshape", reshape, args, {}, shape, source.dtype, value.layer))
+    if value.op == "avg_pool3d":  # Whose window would be larger than that.
+        value.op = "mean"
+        value.target = MEAN
+        value.args = (source, (2, 3, 4), True)
+    value.args = (steps[-1], *value.args[1:])
+    value.inputs = (steps[-1],)
+    if len(value.shape) == 5:
+        value.op = f"{op}{OVER_ROWS}"
+    return steps
+
+
+def _dimensions(value: Value) -> tuple[int, ...] | None:
+    """Return the dimensions over which an operation goes, of a map's five or a view's three; None if it is none."""
+    if len(value.inputs) != 1 or value.kwargs or isinstance(value.target, InPrecision):
+        return None
+    source = value.inputs[0].shape
+    if value.op in PLACE:
+        if value.op == "linalg_vector_norm" and value.argument(1, 2) != 2:
+            return None
+        named = value.argument(PLACE[value.op])
+        if isinstance(named, int):
+            named = (named,)
+        return tuple(sorted(dimension % len(source) for dimension in named or range(len(source))))
+    is_plain = value.op == "avg_pool3d" and three(value.argument(3, 0)) == (0, 0, 0) and value.argument(6) is None
+    has_one_window = is_plain and len(source) == 5 and three(value.argument(1)) == tuple(source[2:])
+    is_adaptive = value.op == "adaptive_avg_pool3d" and value.shape[2:].numel() == 1
+    return (2, 3, 4) if has_one_window or is_adaptive else None
