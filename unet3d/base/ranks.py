@@ -188,7 +188,15 @@ def broadcast_from_rank0(tensors: "Iterable[Tensor]") -> None:
 
 def all_reduce_max(number: int) -> int:
     """Return the largest of the ranks' numbers."""
-    return int(max(gather(number)))
+    if not _joined:
+        return number
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor(number)
+    with _answered():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def gather(thing: T) -> list[T]:

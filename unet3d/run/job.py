@@ -164,7 +164,19 @@ def open_run(
     )
     validator = Validator(config, folder, data, learner.model, predictor, loggers, stop)
     return Run(
-        config, folder, data, model_config, stop, trainer, validator, checkpoints, meter, loggers, memory, step, is_done
+        config=config,
+        folder=folder,
+        data=data,
+        model_config=model_config,
+        stop=stop,
+        trainer=trainer,
+        validator=validator,
+        checkpoints=checkpoints,
+        meter=meter,
+        loggers=loggers,
+        memory=memory,
+        start_step=step,
+        is_done=is_done,
     )
 
 
