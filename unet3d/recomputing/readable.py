@@ -147,9 +147,7 @@ def hooked(network: nn.Module, with_root: bool = True) -> list[str]:
 
 def code_of(network: nn.Module) -> Code:
     """Return what the code of the network's forward pass names, as far as Python's functions say so."""
-    reader = _CodeReader(network)
-    reader.read()
-    return reader.code()
+    return _CodeReader(network).read()
 
 
 class _CodeReader:
@@ -163,8 +161,8 @@ class _CodeReader:
         self.own_names: dict[type, set[str]] = {}
         self.packages = frozenset(type(module).__module__.partition(".")[0] for module in modules_of(network))
 
-    def read(self) -> None:
-        """Read until there is nothing new."""
+    def read(self) -> Code:
+        """Read until there is nothing new, and return what was found."""
         for module in modules_of(self.network):
             held = (module._parameters, module._buffers, module._modules)
             self.own_names.setdefault(type(module), set()).update(vars(module), *held)
@@ -175,9 +173,10 @@ class _CodeReader:
                 self._read_class(kind)
             for function in look_through(self.network, self.code()).functions:
                 self._read_function(function)
+        return self.code()
 
     def code(self) -> Code:
-        """Return what was found."""
+        """Return what is found so far."""
         names = None if self.names & ANY_NAME else frozenset(self.names)
         not_read = {kind: _not_read(kind) for kind in self.own_names}
         return Code(names, not_read, tuple(self.cells.values()), self.packages - {"torch"})

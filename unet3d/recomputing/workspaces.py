@@ -64,13 +64,11 @@ def forward_bytes(image: Tensor, weight: Tensor, output: Tensor, is_transposed: 
     """Return the workspace of a convolution of N C D H W."""
     if not _uses_tensor_cores(image) or _reads_one_voxel(weight) or _has_channels_last(image):
         return 0
-    if image.dtype == torch.float16 and _is_filled_up(image, output):  # its kernels take any number of channels
+    unit = ALIGNED_BYTES // image.element_size()
+    is_filled_up = image.shape[1] % unit != 0 or output.shape[1] % unit != 0
+    if image.dtype == torch.float16 and is_filled_up:  # its kernels take any number of channels
         return output.nbytes if image.shape[1] == 1 else image.nbytes + output.nbytes + weight.nbytes
-    if image.shape[1] == 1:
-        return 0
-    if _is_cheap_stem(weight) and not is_transposed and max(image.shape[1], output.shape[1]) <= THIN_CHANNELS:
-        return 0
-    return _transposed_bytes(image, weight, output)
+    return 0 if image.shape[1] == 1 else image_gradient_bytes(image, weight, output, is_transposed)
 
 
 def image_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor, is_transposed: bool) -> int:
@@ -84,10 +82,8 @@ def image_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor, is_tra
 
 def weight_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor) -> int:
     """Return the workspace of the gradient of a convolution's filter; `gradient` is that of its output."""
-    size = _transposed_bytes(image, weight, gradient)
-    if not _uses_tensor_cores(image):
-        return size
-    return size + _sums_bytes(weight, gradient)
+    sums = _sums_bytes(weight, gradient) if _uses_tensor_cores(image) else 0
+    return _transposed_bytes(image, weight, gradient) + sums
 
 
 def _uses_tensor_cores(image: Tensor) -> bool:
@@ -108,12 +104,6 @@ def _has_channels_last(image: Tensor) -> bool:
 
 def _reads_one_voxel(weight: Tensor) -> bool:
     return math.prod(weight.shape[2:]) == 1
-
-
-def _is_filled_up(image: Tensor, output: Tensor) -> bool:
-    """Return whether a map has channels that would be filled up."""
-    unit = ALIGNED_BYTES // image.element_size()
-    return image.shape[1] % unit != 0 or output.shape[1] % unit != 0
 
 
 def _is_cheap_stem(weight: Tensor) -> bool:

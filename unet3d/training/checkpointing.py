@@ -293,12 +293,5 @@ def _numbers(tensor: Tensor) -> Numbers | None:
             return None
         step = max(1, size // NUMBERS) | 1  # odd, or all may be of a few channels or columns
         count = math.ceil(size / step)
-        return _as_numpy(tensor.detach().as_strided((count,), (step,)).cpu())
-
-
-def _as_numpy(sample: Tensor) -> Numbers:
-    """Return a copy of numbers on the CPU, in memory of NumPy: torch's allocator is measured."""
-    if sample.dtype == torch.bfloat16:  # the upper half of a float32; NumPy has no such type
-        bits = sample.view(torch.int16).numpy().astype(np.int32)
-        return (bits << 16).view(np.float32).astype(np.float64)
-    return sample.numpy().astype(np.float64)
+        sample = tensor.detach().as_strided((count,), (step,)).cpu()
+        return sample.to(torch.float64, copy=True).numpy()
