@@ -84,7 +84,7 @@ class TileRun:
     def _inputs(self, value: Value) -> list[Tensor]:
         """Return the rows that an operation reads, in the type of maps.
 
-        A group's result may have another: float32 in half precision, which a normalisation reads as exactly as it is.
+        A group's result may have another: float32 in half precision, which a normalisation reads without rounding it.
         """
         inputs = []
         for source, span in zip(value.inputs, self.tile.tiles[value].inputs, strict=True):

@@ -2,7 +2,7 @@
 
 A group has one result, which is a map, and reads maps. Within it views are views, and nothing stays: backward runs the
 group again, under autograd, and frees each value as it goes. So a group is cut where a map costs little and saves much:
-at the sums of residual branches, and where a value is small beside what is computed before and behind it.
+at the sums of residual branches, and where a value is small against what is computed before and behind it.
 
 A group may be carried out in parts along a dimension: windows, heads, tokens or images. The dimension may have another
 place in each value: attention's windows are the first dimension of the tokens, and the second of the queries, keys and

@@ -1,4 +1,4 @@
-"""The state of a pass beside its maps: statistics, what is prepared for several tiles, gradients of weights.
+"""The state of a pass without its maps: statistics, what is prepared for several tiles, gradients of weights.
 
 On the CPU a gradient of a weight is added as soon as it is there. On a GPU each call is a launch, for which it waits:
 there a tile's gradients are added together, and what is small is made once in a pass.
@@ -33,7 +33,7 @@ class Statistics(NamedTuple):
 
 @dataclass
 class State:
-    """The state of a pass beside its maps."""
+    """The state of a pass without its maps."""
 
     axis: int
     dtype: torch.dtype  # of maps

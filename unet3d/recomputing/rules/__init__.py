@@ -2,7 +2,7 @@
 
 Rows are counted along one axis of N C D H W. A rule says which rows of its inputs rows of a result are made from,
 computes them, and sends a gradient of these rows to the inputs' rows. An operation without a rule runs on whole maps
-under autograd, in a group with those beside it: that costs memory, never correctness.
+under autograd, in a group with its neighbours: that costs memory, never correctness.
 """
 
 import importlib

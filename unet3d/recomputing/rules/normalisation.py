@@ -257,7 +257,7 @@ class Normalisation(Pointwise):
         mean, scale, _, ones = state.prepare(value, lambda: _of_channels(value, state))
         if state.on_cpu:
             gradient = gradient.contiguous()
-        is_fused = work.wanted[0] and not state.on_cpu  # of rows too: in one launch, and memory of its own
+        is_fused = work.wanted[0] and not state.on_cpu  # of rows too: in one launch, into new memory
         if state.takes_sums or is_fused:
             wanted = [is_fused, state.takes_sums, state.takes_sums]
             rows = known[0].contiguous() if state.on_cpu else known[0]
