@@ -16,14 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CPU = torch.device("cpu")
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
 COMPILED = {
-    torch.ops.aten._foreach_add.List,
-    torch.ops.aten._foreach_add_.List,
-    torch.ops.aten._foreach_copy_.default,
     torch.ops.aten._to_copy.default,
     torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.add.Tensor,
     torch.ops.aten.add_.Tensor,
-    torch.ops.aten.addcmul.default,
     torch.ops.aten.alias.default,
     torch.ops.aten.cat.default,
     torch.ops.aten.clone.default,
@@ -33,8 +28,7 @@ COMPILED = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.expand.default,
     torch.ops.aten.full_like.default,
-    torch.ops.aten.leaky_relu.default,
-    torch.ops.aten.leaky_relu_backward.default,
+    torch.ops.aten.mul_.Tensor,
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
     torch.ops.aten.new_zeros.default,
@@ -47,10 +41,14 @@ COMPILED = {
     torch.ops.aten.view.default,
     torch.ops.aten.zero_.default,
 }
-# Operations whose meta kernels are slow, and compiled ones of the same arguments that give the same.
-ALIKE = {
-    torch.ops.aten.mul.Tensor: torch.ops.aten.add.Tensor,
-    torch.ops.aten.mul_.Tensor: torch.ops.aten.add_.Tensor,
+# Operations whose meta kernels are not compiled: of tensors of one kind they give one more of it, as `clone` does.
+ELEMENTWISE = {
+    torch.ops.aten._foreach_add.List,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.addcmul.default,
+    torch.ops.aten.leaky_relu.default,
+    torch.ops.aten.leaky_relu_backward.default,
+    torch.ops.aten.mul.Tensor,
 }
 # Operations that give the tensor that they write over, by the name of it if it is not the first.
 WRITTEN = {
@@ -58,6 +56,8 @@ WRITTEN = {
     torch.ops.aten.leaky_relu_.default: None,
     torch.ops.aten.leaky_relu_backward.grad_input: "grad_input",
 }
+WRITTEN_LISTS = {torch.ops.aten._foreach_add_.List, torch.ops.aten._foreach_copy_.default}  # that give nothing
+CLONE = torch.ops.aten.clone.default
 NEW_EMPTY = torch.ops.aten.new_empty.default
 EMPTY_LIKE = torch.ops.aten.empty_like.default
 TO_COPY = torch.ops.aten._to_copy.default
@@ -66,7 +66,8 @@ UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
 # A fake mode decomposes them into a dozen operations.
 NORMALISE = torch.ops.aten.native_batch_norm.default
 NORMALISE_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-OPERATIONS = COMPILED | {*ALIKE} | {*WRITTEN} | {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
+OPERATIONS = COMPILED | ELEMENTWISE | {*WRITTEN} | WRITTEN_LISTS
+OPERATIONS |= {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
 # Normalisations, and which of their arguments is the weight: what they save has its type, also of half-precision maps.
 WEIGHT_OF = {
     NORMALISE: 1,
@@ -91,8 +92,11 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func in WRITTEN:
         name = WRITTEN[func]
         return args[0] if name is None else kwargs[name]
-    if func in ALIKE:
-        func = ALIKE[func]
+    if func in WRITTEN_LISTS:
+        return None
+    if func in ELEMENTWISE and _are_of_one_kind(args, kwargs):
+        first = args[0]
+        return [run(CLONE, [x], {}) for x in first] if isinstance(first, list) else run(CLONE, [first], {})
     mode = _first(args).fake_mode
     with in_kernel_invocation_manager(mode):
         result = func(*args, **kwargs)
@@ -153,6 +157,16 @@ def _are_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.fake_device != CPU:
             return False
     return isinstance(_first(args), FakeTensor)
+
+
+def _are_of_one_kind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether tensors, or those at each place of lists, are alike in shape, layout and floating-point type."""
+    if isinstance(args[0], list):
+        return all(_are_of_one_kind(tensors, {}) for tensors in zip(*args, strict=True))
+    first, *others = _tensors((*args, *kwargs.values()))
+    kind = (first.shape, first.dtype)
+    is_simple = first.is_floating_point() and first.is_contiguous()
+    return is_simple and all((x.shape, x.dtype) == kind and x.is_contiguous() for x in others)
 
 
 def _first(args: Sequence[Any]) -> Any:
