@@ -170,6 +170,7 @@ def _budget(text: str | None, device: str) -> int:
     return int(SHARE_OF_HOST * host_bytes())
 
 
+@process.collector_resting()
 def _largest_patches(arguments: argparse.Namespace) -> int:
     """Print a row for each budget, series of patches and schedule. Return the exit code. Raises UserError."""
     config = _network_config(arguments)
