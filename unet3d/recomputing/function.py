@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from unet3d.base.errors import UserError
 from unet3d.model import half_precision
 from unet3d.recomputing.graph import Value, Weight, derive
 from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.program import Program
+from unet3d.recomputing.readable import hooked
 from unet3d.recomputing.run import Executor
 from unet3d.recomputing.state import State
+
+NORMS_BY_HOOKS = {"SpectralNorm": "spectral_norm", "WeightNorm": "weight_norm"}
 
 
 def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
@@ -39,6 +43,33 @@ def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
         for name in graph.counters:
             tensors[name].add_(1)
     return _returned(program, image, outputs, weights)
+
+
+def refuse_hooks(model: nn.Module, with_root: bool = True) -> None:
+    """Raise UserError if a module has hooks that would not run, since a schedule does not call modules.
+
+    `with_root`: the network itself is not called either, so that its own hooks and its own `__call__` count.
+    """
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            name = NORMS_BY_HOOKS.get(type(hook).__name__)
+            if name is not None:
+                problem = f"{path}: torch.nn.utils.{name} works by a hook, which would not run in recompute"
+                raise UserError(f"{problem}; use torch.nn.utils.parametrizations.{name}")
+    for hooks in hooked(model, with_root):
+        raise UserError(f"{hooks} would not run in recompute; remove them, or put what they do into forward")
+    if with_root and type(model).__call__ is not nn.Module.__call__:
+        name = type(model).__name__
+        raise UserError(f"{name}: its own __call__ would not run in recompute; put what it does into forward")
+
+
+def refuse_hooks_of_saved_tensors() -> None:
+    """Raise UserError if hooks of saved tensors are on: a pass saves its image and weights, and none of its maps."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UserError(
+            "recompute: a pass within saved_tensors_hooks or torch.utils.checkpoint saves no maps that these could "
+            "change or make again; call the network outside of them"
+        )
 
 
 def _returned(program: Program, image: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Any:

@@ -9,38 +9,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.readable import hooked
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
-NORMS_BY_HOOKS = {"SpectralNorm": "spectral_norm", "WeightNorm": "weight_norm"}
 OURS = str(Path(__file__).parent) + os.sep
-
-
-def refuse_hooks(model: nn.Module, with_root: bool = True) -> None:
-    """Raise UserError if a module has hooks that would not run, since a schedule does not call modules.
-
-    `with_root`: the network itself is not called either, so that its own hooks and its own `__call__` count.
-    """
-    for path, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            name = NORMS_BY_HOOKS.get(type(hook).__name__)
-            if name is not None:
-                problem = f"{path}: torch.nn.utils.{name} works by a hook, which would not run in recompute"
-                raise UserError(f"{problem}; use torch.nn.utils.parametrizations.{name}")
-    for hooks in hooked(model, with_root):
-        raise UserError(f"{hooks} would not run in recompute; remove them, or put what they do into forward")
-    if with_root and type(model).__call__ is not nn.Module.__call__:
-        name = type(model).__name__
-        raise UserError(f"{name}: its own __call__ would not run in recompute; put what it does into forward")
-
-
-def refuse_hooks_of_saved_tensors() -> None:
-    """Raise UserError if hooks of saved tensors are on: a pass saves its image and weights, and none of its maps."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise UserError(
-            "recompute: a pass within saved_tensors_hooks or torch.utils.checkpoint saves no maps that these could "
-            "change or make again; call the network outside of them"
-        )
 
 
 def refuse_layers(model: nn.Module) -> None:

@@ -28,21 +28,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from unet3d.base.errors import UserError, reason
 from unet3d.recomputing.exported import Reader
+from unet3d.recomputing.function import refuse_hooks
 from unet3d.recomputing.graph import Graph
 from unet3d.recomputing.nodes import marked
 from unet3d.recomputing.readable import code_of, hooked, values_by_path
-from unet3d.recomputing.refusals import (
-    TORCH,
-    cannot_trace,
-    has_known_cause,
-    place_in_forward,
-    refuse_hooks,
-    refuse_layers,
-)
+from unet3d.recomputing.refusals import TORCH, cannot_trace, has_known_cause, place_in_forward, refuse_layers
 
-WITHOUT_DATA = re.compile(
-    r"fake ?tensor|meta|\.numpy\(\)|data pointer|storage", re.IGNORECASE
-)  # what real ones do not raise
+# What tensors with data do not raise.
+WITHOUT_DATA = re.compile(r"fake ?tensor|meta|\.numpy\(\)|data pointer|storage", re.IGNORECASE)
 FACTORS = (2, 4, 8, 16, 32, 64)  # of lengths that a network may ask for
 
 
