@@ -1,8 +1,7 @@
 """The training step, what it trains with, and how it saves memory. In reading order:
 
 - `step` is the one training step, and `trainer` the loop around it.
-- `losses`, `optim` and `metrics` are what a run trains with and is scored by; `own_parts` checks a
-  user's network and loss.
+- `losses`, `optim` and `metrics` are what a run trains with and is scored by.
 - `policy` applies what saves memory to a step: segments, which `checkpointing` lets run twice, or a program of
   `unet3d.recomputing`.
 - `inference` slides a network over a volume, with `windows`.

@@ -20,8 +20,7 @@ from unet3d.base.types import ProbabilityBlock
 from unet3d.config.schema import Model
 from unet3d.model import geometry
 from unet3d.training import windows
-from unet3d.training.own_parts import refuse_odd_logits
-from unet3d.training.policy import MemoryPolicy
+from unet3d.training.policy import MemoryPolicy, refuse_odd_logits
 from unet3d.training.windows import Axes, Corners, HostMemory
 
 

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.base import ranks
+from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE, ProbabilityBlock, Regions
 from unet3d.config import schema
 from unet3d.model.blocks import crop
-from unet3d.training.own_parts import refuse_odd_logits, refuse_odd_loss
+from unet3d.training.policy import refuse_odd_logits
 
 CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
@@ -512,3 +513,17 @@ class VolumeLoss:
         if not self._has_labels:
             return None
         return _value_of(replace(self._sums), shares=1, has_background=self._is_softmax).item()
+
+
+def refuse_odd_loss(value: object, path: str, has_gradient: bool) -> None:
+    """Raise UserError unless the loss at `path` returned a number that can be learned from.
+
+    `has_gradient`: whether the logits require a gradient.
+    """
+    if not isinstance(value, Tensor):
+        raise UserError(f"loss.path={path}: returns {type(value).__name__}; return a torch tensor, one number")
+    if value.dim() or not value.is_floating_point():
+        fault = f"returns {value.dtype} of shape {tuple(value.shape)}"
+        raise UserError(f"loss.path={path}: {fault}; return one floating-point number, as by .mean()")
+    if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
+        raise UserError(f"loss.path={path}: returns a number without a gradient; compute it from the logits by torch")

@@ -1,10 +1,11 @@
 """Mixed precision, activation checkpointing and recomputation by a program, applied to a step from outside the model.
 
 Checkpointing changes no bit of loss, gradients, buffers or evaluation output, of stages that compute from their input,
-weights, buffers, attributes and global random numbers; other stages are refused where `checkpointing`
-sees it. A program changes only the rounding.
+weights, buffers, attributes and global random numbers; other stages are refused where `checkpointing` sees it. A
+program changes only the rounding. `refuse_odd_logits` checks what a user's own network returns.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unet3d.base.errors import UserError
 from unet3d.model import half_precision
 from unet3d.recomputing.function import call_by_program, refuse_hooks
 from unet3d.recomputing.program import Program
@@ -76,3 +78,33 @@ def amp_dtype(name: str, device_type: str) -> torch.dtype:
         emulates = is_present and not torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.float16 if emulates else torch.bfloat16
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def refuse_odd_logits(
+    output: object,
+    path: str,
+    classes: int,
+    sizes: Sequence[int],
+    may_be_several: bool = False,
+) -> None:
+    """Raise UserError unless the network at `path` returned logits for images of `sizes`, N D H W.
+
+    `may_be_several`: a tuple of logits, for deep supervision, of which the first are of the images' size.
+    """
+    scales: tuple[Any, ...] = (output,)
+    if may_be_several and isinstance(output, tuple) and output:
+        scales = output
+    batch, *size = sizes
+    expected = (batch, classes, *size)
+    for number, logits in enumerate(scales, start=1):
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        is_coarser = number > 1 and len(shape) == 5 and shape[:2] == expected[:2]
+        if shape != expected and not is_coarser:
+            which = "" if len(scales) == 1 else f" as number {number}"
+            advice = f"return logits N K D H W of the image's size, here {expected}"
+            raise UserError(f"model.path={path}: returns{which} {shape}; {advice}")
+        if not logits.is_floating_point():
+            raise UserError(f"model.path={path}: returns {logits.dtype}; return logits, floating-point numbers")
+        if may_be_several and torch.is_grad_enabled() and not logits.requires_grad:
+            fault = "returns logits without a gradient: they are detached, or none of its parameters requires one"
+            raise UserError(f"model.path={path}: {fault}")
