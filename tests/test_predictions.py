@@ -26,7 +26,7 @@ import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
 from unet3d.base.types import ProbabilityBlock
-from unet3d.config.schema import Data
+from unet3d.config.schema import Data, Model
 from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid
@@ -38,7 +38,7 @@ from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
 from unet3d.run import predicted_files, validation
 from unet3d.run.predict import Segmenter
-from unet3d.run.validation import Predictions, evaluate
+from unet3d.run.validation import Validator, evaluate
 from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
@@ -51,7 +51,7 @@ def counted(name: str, number: int, act: Callable[[], None]) -> None:
     """Call `act` as label map `number` is to be written; count the volumes that are read and predicted."""
     for owner, attribute in ((Predictor, "strips"), (CaseReader, "read_volume")):
         setattr(owner, attribute, _counting(getattr(owner, attribute), Path(f"{name}.{attribute}")))
-    call(validation, "save_prediction", number, act)
+    call(Segmenter, "save", number, act)
 
 
 def _counting(before: Callable, path: Path) -> Callable:
@@ -87,7 +87,7 @@ def hook(name: str, number: int = 0, act: Callable[[], None] = kill) -> Callable
 def lasting(name: str, number: int, act: Callable[[], None]) -> None:
     """As label map `number` is to be written, and whenever it is tried again."""
     counted(name, number, act)
-    call(Predictions, "complete", 1, functools.partial(call, validation, "save_prediction", 1, act))
+    call(Validator, "complete", 1, functools.partial(call, Segmenter, "save", 1, act))
 
 
 def maps(folder: Path) -> dict[str, bytes]:
@@ -302,6 +302,10 @@ class Watched:
 
     def __init__(self, runs_out: bool = False) -> None:
         self.given, self.runs_out = list[weakref.ref[Tensor]](), runs_out
+        self.options = Model(classes=2)
+
+    def segmenter(self) -> Segmenter:
+        return Segmenter(self, (), Data())  # type: ignore[arg-type]
 
     def strips(self, image: Tensor, name: str) -> Iterator[ProbabilityBlock]:
         assert all(given() is None for given in self.given)
@@ -324,7 +328,7 @@ def test_no_strip_is_in_memory_while_a_case_is_scored(hd95: bool, monkeypatch: p
     def keep(case: Case, strips: ArgmaxCollector) -> None:
         kept.append([case.id, *(strip.corner[0] for strip in islice(strips, "cba".index(case.id)))])
 
-    found = [*evaluate(predictor, cases, phantom, 2, hd95, "all", keep)]  # type: ignore[arg-type]
+    found = [*evaluate(predictor.segmenter(), cases, phantom, hd95, "all", keep)]  # type: ignore[arg-type]
     assert kept == [["a", 0, 2], ["b", 0], ["c"]]
     assert found == [[*[None] * 2 * n, 64] for n in (1, 2, 3)], "all voxels are of class 1"
 
@@ -336,7 +340,7 @@ def test_what_ends_a_prediction_early_leaves_no_score_though_it_ended_while_stri
             list(strips)
 
     with pytest.raises(MemoryError):
-        [*evaluate(Watched(runs_out=True), [Case("a", (), None)], phantom, 2, False, "all", keep)]  # type: ignore[arg-type]
+        [*evaluate(Watched(runs_out=True).segmenter(), [Case("a", (), None)], phantom, False, "all", keep)]  # type: ignore[arg-type]
 
 
 def phantom(case: Case) -> PreparedCase:

@@ -5,6 +5,7 @@ import re
 import sys
 from itertools import chain, groupby
 from pathlib import Path
+from unittest.mock import Mock
 
 import nibabel as nib
 import numpy as np
@@ -171,7 +172,7 @@ def test_a_validation_that_fails_removes_its_bar_before_the_error_is_shown(termi
 
     shown = ""
     try:
-        [*evaluate(None, [Case("a", (), None)], fail, 2, False, "validation")]  # type: ignore[arg-type]
+        [*evaluate(Mock(), [Case("a", (), None)], fail, False, "validation")]
     except RuntimeError:
         shown = terminal.getvalue()
     assert shown.endswith("\x1b[?25h"), "the cursor is shown again"

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from unet3d.base import progress
 from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml
@@ -18,7 +16,7 @@ from unet3d.config import compose
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.labels import written_values
 from unet3d.data.restore import largest_components
-from unet3d.data.volume import LabelValues, read_label_map, stored_spacing
+from unet3d.data.volume import LabelValues, read_label_map
 from unet3d.report import fold_tables
 from unet3d.report.compare import not_comparable, print_tables
 from unet3d.report.compared_runs import ComparedRun
@@ -26,7 +24,8 @@ from unet3d.report.summary import METHODS, listed
 from unet3d.run.publish import publish
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done
-from unet3d.training.metrics import CaseScore, mean_of, score_case
+from unet3d.run.validation import score_on_own_grid
+from unet3d.training.metrics import CaseScore, mean_of
 
 LAST = Path("checkpoints", "last.pt")  # the weights, or their average, that out-of-fold cases were scored with
 TITLE = "The largest component alone, by class: Dice of the out-of-fold cases, mean"
@@ -106,17 +105,10 @@ def _scores(fold: Fold, case: Case) -> tuple[CaseScore, CaseScore]:
     path = fold.folder / "predictions" / f"{case.id}.nii.gz"
     if not path.is_file():
         raise UserError(f"{path}: no such label map; write it again: python train.py resume={fold.folder}")
-    dataset = fold.dataset
-    count = len(dataset.classes)
-    assert case.label is not None, case.id
-    truth, _ = read_label_map(case, case.label, LabelValues(count, dataset.ignore, dataset.relabel))
-    spacing = stored_spacing(case)
     prediction, _ = read_label_map(case, path, LabelValues.written(fold.values))
-    cleaned = largest_components(prediction, range(1, count))
-    before = score_case(case.id, prediction, truth, count, spacing, dataset.ignore)
-    if np.array_equal(cleaned, prediction):
-        return before, before
-    return before, score_case(case.id, cleaned, truth, count, spacing, dataset.ignore)
+    cleaned = largest_components(prediction, range(1, len(fold.dataset.classes)))
+    before, after = score_on_own_grid(case, [prediction, cleaned], fold.dataset, hd95=False)
+    return before, after
 
 
 def gains_table(gains: Sequence[Gain]) -> Table:

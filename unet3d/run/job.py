@@ -33,7 +33,7 @@ from unet3d.report import report, summary
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
 from unet3d.report.summary import plan_entry
 from unet3d.run import run_folder
-from unet3d.run.predict import fitted_predictor
+from unet3d.run.predict import Segmenter, fitted_predictor
 from unet3d.run.pretrained import PretrainedWeights, load_pretrained
 from unet3d.run.record import RunRecord, read_run
 from unet3d.run.run import Run
@@ -139,6 +139,7 @@ def open_run(
     device = build.device(config)
     learner = _learner(config, data, model_config, technique, pretrained, device)
     predictor = fitted_predictor(config, [learner.model], model_config, learner.policy, device)
+    segmenter = Segmenter(predictor, data.read.intensity, config.data, data.dataset.classes)
     rests_on = fingerprint(data, learner.policy.dtype)
     parts = (learner.model, learner.optimizer, learner.scaler)
     checkpoints = CheckpointManager(folder, TrainingState(config, model_config, rests_on, *parts, data.read.seen))
@@ -162,7 +163,7 @@ def open_run(
         step=step,
         last_validation=last_validation,
     )
-    validator = Validator(config, folder, data, learner.model, predictor, loggers, stop)
+    validator = Validator(config, folder, data, segmenter, loggers, stop)
     return Run(
         config=config,
         folder=folder,

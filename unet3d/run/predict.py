@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class Segmenter:
     intensity: tuple[Intensity, ...]
     options: Data  # of training: the grid, how headers are read, which value label maps have for a class
     classes: tuple[str, ...] = ()  # their names, background first
+    channels: tuple[str, ...] = ()
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
     seen: Seen | None = None  # what the training cases were like
     origin: dict[str, Any] = field(default_factory=dict)  # a digest, and options that change label maps
@@ -58,11 +60,38 @@ class Segmenter:
         Raises UserError.
         """
         volume = self._read(case)
-        strips = self._strips(volume, case)
-        save_prediction(
-            path, strips, case, self.options.spacing, scores, self.values, regions=self.regions, largest=self.largest
-        )
+        self.save(self._strips(volume, case), case, path, scores)
         return volume
+
+    def save(
+        self,
+        strips: Iterable[ProbabilityBlock],
+        case: Case,
+        path: Path,
+        scores: Path | None = None,
+        files: ImageFiles | None = None,
+    ) -> None:
+        """Write the label map of a case, and its probabilities to `scores`, on its file's grid.
+
+        Probabilities are float32 (X, Y, Z, K), in a NIfTI file that is not compressed: programs can read it in parts.
+        The headers of `files`, which have been opened, are not read again. Raises UserError, OSError.
+        """
+        like = (files or ImageFiles()).header(case, case.images[0])
+        with saving_scores(scores, like) if scores else nullcontext() as open_scores:
+            labels = self.on_own_grid(strips, case, open_scores, like)
+        # Last: where a label map is, all of the case is.
+        restore.save_image(path, restore.image_like(with_values(labels, self.values), like))
+
+    def on_own_grid(
+        self,
+        strips: Iterable[ProbabilityBlock],
+        case: Case,
+        open_scores: ProbabilityMaps | None = None,
+        like: nib.Nifti1Image | None = None,
+    ) -> np.ndarray:
+        """Return the classes (X, Y, Z) of strips in the axes of the case's first file; arguments as `to_original`'s."""
+        labels = to_original(strips, case, self.options.spacing, open_scores, like, self.regions)
+        return largest_components(labels, self.largest)
 
     @property
     def regions(self) -> Regions | None:
@@ -72,9 +101,14 @@ class Segmenter:
     @property
     def values(self) -> tuple[int, ...]:
         """Return the value of each class, or of each label of regions, in label maps."""
+        return written_values(self.options, self.label_count)
+
+    @property
+    def label_count(self) -> int:
+        """Return how many labels a label map has, the background's among them."""
         count = self.predictor.options.classes if self.regions is None else self.regions.label_count
         assert count is not None
-        return written_values(self.options, count)
+        return count
 
     @property
     def written(self) -> str:
@@ -89,8 +123,7 @@ class Segmenter:
         Raises UserError.
         """
         strips = self._strips(self._read(case), case)
-        labels = to_original(strips, case, self.options.spacing, open_scores, regions=self.regions)
-        return with_values(largest_components(labels, self.largest), self.values)
+        return with_values(self.on_own_grid(strips, case, open_scores), self.values)
 
     def _read(self, case: Case) -> Volume:
         accepted = ValidationRules.of(self.options)
@@ -112,33 +145,6 @@ class Segmenter:
         return self.predictor.strips(torch.from_numpy(image), case.named)
 
 
-def save_prediction(
-    path: Path,
-    strips: Iterable[ProbabilityBlock],
-    case: Case,
-    spacing: Sequence[float] | None,
-    scores: Path | None = None,
-    values: Sequence[int] | None = None,
-    files: ImageFiles | None = None,
-    regions: Regions | None = None,
-    largest: Sequence[int] = (),
-) -> None:
-    """Write the label map of a case, and its probabilities to `scores`, on its file's grid.
-
-    `values`: the label map's value for each class; None: the classes' numbers. `largest`: classes of which the label
-    map has the largest component alone; probabilities stay as they are. Probabilities are float32 (X, Y, Z, K),
-    in a NIfTI file that is not compressed: programs can read it in parts. Of `regions` the label map is the drawing,
-    and `values` are of its labels. The headers of `files`, which have been opened, are not read again. Raises
-    UserError, OSError.
-    """
-    like = (files or ImageFiles()).header(case, case.images[0])
-    with saving_scores(scores, like) if scores else nullcontext() as open_scores:
-        labels = to_original(strips, case, spacing, open_scores, like, regions)
-    labels = largest_components(labels, largest)
-    # Last: where a label map is, all of the case is.
-    restore.save_image(path, restore.image_like(with_values(labels, values), like))
-
-
 def open_segmenter(
     path: Path,
     device: str,
@@ -151,11 +157,7 @@ def open_segmenter(
 
     Raises CheckpointError, or UserError (device).
     """
-    trained = read_networks(path, model_path)
-    opened = segmenter(trained, device, mirror, batch, overlap)
-    options = {"overlap": opened.predictor.overlap, "mirror": bool(opened.predictor.mirror)}
-    origin = {"network": trained.digest(), **options, "components": list(trained.largest)}
-    return dataclasses.replace(opened, origin=origin)
+    return segmenter(read_networks(path, model_path), device, mirror, batch, overlap)
 
 
 def segmenter(
@@ -184,7 +186,21 @@ def segmenter(
         if "overlap" in given and config.model.padding == "valid":
             warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
         predictor = _predictor(trained, config)
-    return Segmenter(predictor, trained.intensity, config.data, trained.classes, trained.largest, trained.seen)
+    return Segmenter(
+        predictor,
+        trained.intensity,
+        config.data,
+        trained.classes,
+        trained.channels,
+        trained.largest,
+        trained.seen,
+        origin={
+            "network": trained.digest(),
+            "overlap": predictor.overlap,
+            "mirror": bool(predictor.mirror),
+            "components": list(trained.largest),
+        },
+    )
 
 
 def _predictor(trained: TrainedNetworks, config: Config) -> Predictor:
@@ -313,7 +329,6 @@ def load(
     CheckpointError, UserError.
     """
     path = Path(path)
-    networks = read_networks(path, model)
-    opened = segmenter(networks, device, mirror, batch, overlap)
+    opened = open_segmenter(path, device, mirror, model, batch, overlap)
     refuse_large_window(opened.predictor, path)
-    return Network(networks.classes, networks.channels, opened)
+    return Network(opened.classes, opened.channels, opened)

@@ -17,7 +17,7 @@ from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option
 from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
-from unet3d.data.restore import ArgmaxCollector, largest_components, to_original
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.data.splits import split
 from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
@@ -178,22 +178,10 @@ def _scores(
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        labels = to_original(strips, case, segmenter.options.spacing, regions=segmenter.regions)
-        prediction = largest_components(labels, segmenter.largest)
-        own_grid_scores.append(score_on_own_grid(case, prediction, dataset))
+        own_grid_scores.extend(score_on_own_grid(case, [segmenter.on_own_grid(strips, case)], dataset))
 
     keep = score_files if has_own_grids else None
-    scores = evaluate(
-        segmenter.predictor,
-        held_out,
-        reader,
-        dataset.label_count,
-        hd95=True,
-        title="scoring",
-        keep=keep,
-        regions=dataset.regions,
-        largest=segmenter.largest,
-    )
+    scores = evaluate(segmenter, held_out, reader, hd95=True, title="scoring", keep=keep)
     text = metrics.csv_text([*scores], dataset.classes)
     return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
 

@@ -236,12 +236,12 @@ class Run:
             self.loggers.scalars({"memory/peak_allocated_bytes": peak}, self.trainer.step)
         model = self.trainer.learner.model
         with optim.averaged(model, self.trainer.learner.optimizer), switches.without_compiler(model):
-            self.validator.predictions.complete(self.validator.predictor)
+            self.validator.complete()
         record = read_run(self.folder, memory)
         report.draw_figures(record)
         if "measured" in memory:
             self._log_memory(memory)
-        for path in self.validator.predictions.pictures:
+        for path in self.validator.pictures:
             if path.stem != "prediction":  # of the only case, whose picture the last validation has logged
                 self.loggers.image(f"val/{path.stem}", path, self.trainer.step)
         self.loggers.table("val/cases", *scores_as_numbers(record))
