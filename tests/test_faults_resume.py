@@ -22,7 +22,7 @@ from unet3d.data import prepare
 from unet3d.run import run_folder
 from unet3d.run.run_folder import MemoryFile, read_memory
 from unet3d.run.training_state import CheckpointManager, refuse_other_data
-from unet3d.run.validation import Predictions
+from unet3d.run.validation import Validator
 from unet3d.training import checkpoint
 
 KILL = signal.SIGKILL
@@ -304,7 +304,7 @@ def test_a_run_killed_after_its_last_step_is_finished(copy: Path, whole: Path) -
 
 
 def die_finishing() -> None:
-    call(Predictions, "complete", 1, functools.partial(send, KILL))
+    call(Validator, "complete", 1, functools.partial(send, KILL))
 
 
 @promise("Checkpoints", "a file cut to ...")

@@ -20,7 +20,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.cli.train import TrainedRun
 from unet3d.data.cases import Case
-from unet3d.run.validation import Predictions
+from unet3d.run.validation import Validator
 
 OBLIQUE = np.array([[0, -1.1, 0.1, 7], [-0.9, 0, 0, 3], [0, 0.1, -2.2, 5], [0, 0, 0, 1]])  # neither RAS nor straight
 
@@ -163,14 +163,14 @@ def test_a_device_of_another_name_is_refused(trained: TrainedRun) -> None:
 
 def without_room_for_a_picture() -> None:
     """Let no memory be left as the picture of the last validation is drawn."""
-    draw = Predictions.draw
+    draw = Validator.draw
 
-    def drawn(self: Predictions, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
+    def drawn(self: Validator, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
         if path.name == "validation.png":
             raise MemoryError("no room")
         draw(self, case, prediction, path, title)
 
-    Predictions.draw = drawn  # type: ignore[method-assign]
+    Validator.draw = drawn  # type: ignore[method-assign]
 
 
 def test_a_picture_that_memory_has_no_room_for_ends_no_training(tmp_path: Path) -> None:

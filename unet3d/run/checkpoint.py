@@ -41,6 +41,8 @@ class TrainedNetworks:
     splits: list[Split]  # what was held out from each
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
     seen: Seen | None = None  # what their training cases are like; None where nobody has looked
+    is_average: bool = False  # whether a run's checkpoint holds averages of the weights
+    trained_on: tuple[Any, ...] = ()  # names of the cases, which a published file does not have
 
     @property
     def regions(self) -> Regions | None:
@@ -112,6 +114,8 @@ class Checkpoint:
         try:
             config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
             first = dict(state["model"]) | dict(state["average"])
+            facts = state.get("fingerprint")
+            trained_on = facts.get("training cases") if isinstance(facts, Mapping) else None
             # The others, their splits and the largest components are only in published files.
             trained = TrainedNetworks(
                 path=self.path,
@@ -124,6 +128,8 @@ class Checkpoint:
                 splits=[dict(split) for split in state.get("splits", [split_of(config.data)])],
                 largest=tuple(state.get("largest", ())),
                 seen=None if state["seen"] is None else Seen.read(state["seen"], len(state["channels"])),
+                is_average=bool(state["average"]),
+                trained_on=tuple(trained_on) if isinstance(trained_on, list) else (),
             )
             _refuse_contradictions(trained)
         except (KeyError, TypeError, ValueError) as error:
@@ -167,16 +173,9 @@ def read_networks(path: Path, model_path: str | None = None) -> TrainedNetworks:
     """Return the networks of a run's or a published checkpoint.
 
     `model_path`: import path of the user's own network, from the command line. Raises CheckpointError, or UserError
-    where the file is of another network.
+    where the file is of another network: no code is taken from it.
     """
     networks = Checkpoint.read(path).networks()
-    refuse_other_network(networks, model_path)
-    return networks
-
-
-def refuse_other_network(networks: TrainedNetworks, model_path: str | None) -> None:
-    """Raise UserError where `--model` does not name the class of the networks: no code is taken from a file."""
-    path = networks.path
     named = networks.config.model.path
     if named != model_path:
         if named is None:
@@ -184,6 +183,7 @@ def refuse_other_network(networks: TrainedNetworks, model_path: str | None) -> N
         raise UserError(f"{path}: code is never taken from a checkpoint; name its network: --model {named}")
     if model_path is not None:
         build.import_object("--model", model_path)  # here, not under torch.device("meta"), where its tensors would stay
+    return networks
 
 
 def split_of(options: Data) -> Split:

@@ -6,7 +6,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from os import PathLike
@@ -176,7 +176,7 @@ def segmenter(
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     if overlap is not None and (isinstance(overlap, bool) or not isinstance(overlap, (int, float))):
         raise UserError(f"overlap={overlap}: give a number from 0 to 0.9, a share of the window")
-    with _named_as(given):
+    try:
         # A prediction has no backward pass, which alone is not deterministic on a GPU, and is not compiled.
         config = dataclasses.replace(trained.config, device=device, deterministic=False, compile=False)
         config.inference = dataclasses.replace(config.inference, **given)
@@ -186,6 +186,11 @@ def segmenter(
         if "overlap" in given and config.model.padding == "valid":
             warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
         predictor = _predictor(trained, config)
+    except UserError as error:
+        text = str(error).removeprefix("inference.")
+        if text != str(error) and text.partition("=")[0] in given:  # an argument that replaced an option
+            raise UserError(text) from error
+        raise
     return Segmenter(
         predictor,
         trained.intensity,
@@ -228,19 +233,6 @@ def fitted_predictor(
     if device.type != "cuda":
         return predictor
     return fitted(predictor, free_bytes(device) if config.inference.batch == "auto" else math.inf)
-
-
-@contextmanager
-def _named_as(given: Iterable[str]) -> Iterator[None]:
-    """Name arguments in errors (`overlap`) where they replaced the checkpoint's options (`inference.overlap`)."""
-    try:
-        yield
-    except UserError as error:
-        option, sign, rest = str(error).partition("=")
-        name = option.removeprefix("inference.")
-        if name in given and name != option:
-            raise UserError(f"{name}{sign}{rest}") from error
-        raise
 
 
 class MeanOfLogits(nn.Module):

@@ -56,28 +56,30 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     path = Path(config.init)
     dataset = data.dataset if data is not None else read_dataset(config.data)
     trained = Checkpoint.read(path).networks()
-    if trained.config.model.path != config.model.path:
-        kinds = [
-            f"model.path={of}" if of else "the package's own U-Net"
-            for of in (trained.config.model.path, config.model.path)
-        ]
-        raise UserError(f"init={path}: its network is {kinds[0]}, this run's {kinds[1]}; nothing of it can be used")
+    paths = (trained.config.model.path, config.model.path)
+    if paths[0] != paths[1]:
+        its, own = [f"model.path={of}" if of else "the package's own U-Net" for of in paths]
+        raise UserError(f"init={path}: its network is {its}, this run's {own}; nothing of it can be used")
     outline = _outline(model_config)
     weights = checkpoint.fitting(outline, trained.weights[0], path)
+    there, here = trained.classes, dataset.classes
     head_rows: HeadRows = {}
     lines = []
     is_other_kind = (trained.regions is None) != (dataset.regions is None)  # whose logits differ
-    if trained.classes != dataset.classes or is_other_kind:
+    if there != here or is_other_kind:
         head_names = heads(model_config)
-        sources = {} if is_other_kind else class_sources(trained.classes, dataset.classes)
-        first = 0 if dataset.regions is None else 1  # regions have no background
-        rows = {label - first: [part - first for part in parts] for label, parts in sources.items() if label >= first}
-        head_rows = _head_rows(trained, outline.state_dict(), head_names, rows)
         weights = {name: value for name, value in weights.items() if name not in head_names}
-        lines.append(f"heads, as the classes differ: {_origins(trained, dataset, head_rows, sources)}")
+        sources = {} if is_other_kind else class_sources(there, here)
+        if trained.regions is not None:
+            there = there[1:]  # regions have no output for the background
+        if dataset.regions is not None:
+            here = here[1:]
+            sources = {label - 1: [part - 1 for part in parts] for label, parts in sources.items() if label}
+        head_rows = _head_rows(trained, outline.state_dict(), head_names, sources)
+        origins = _origins(there, here, sources if head_rows else {})
+        lines.append(f"heads, as the classes differ: {origins}")
     if not any(value.dim() > 1 for value in weights.values()):  # norms and biases alone are not worth beginning with
-        problem = "; ".join(_model_differences(trained.config.model, model_config))
-        problem = problem or "other channels, classes or layers"
+        problem = _model_differences(trained.config.model, model_config) or "other channels, classes or layers"
         raise UserError(f"init={path}: none of its weights fits this network ({problem})")
     new = [name for name in outline.state_dict() if name not in weights and name not in head_rows]
     parameters = [name for name, _ in outline.named_parameters()]
@@ -85,7 +87,8 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     intensity = data.read.intensity if data is not None else ()
     for line in _differences(trained, config, model_config, dataset, intensity):
         warn(line)
-    for line in (_loaded(pretrained, trained, dataset), *lines):
+    which = " (the first of its networks)" if len(trained.weights) > 1 else ""
+    for line in (f"init={path}{which}: {_loaded(pretrained, len(here))}", *lines):
         print(escaped(line), flush=True)
     return pretrained
 
@@ -133,16 +136,13 @@ def _head_rows(
 
     Raises CheckpointError for numbers that are not finite.
     """
-    fitting = {}
+    rows: HeadRows = {}
     for name in head_names if sources else ():
         value = trained.weights[0].get(name)
         shape = (trained.config.model.classes, *state[name].shape[1:])
         if value is not None and value.shape == shape and value.dtype == state[name].dtype:
-            fitting[name] = value
-    checkpoint.refuse_non_finite(fitting, trained.path)
-    rows = {}
-    for name, value in fitting.items():
-        rows[name] = {output: value[parts].mean(0) for output, parts in sources.items()}
+            checkpoint.refuse_non_finite({name: value}, trained.path)
+            rows[name] = {output: value[parts].mean(0) for output, parts in sources.items()}
     return rows
 
 
@@ -170,19 +170,19 @@ def _with_init_names(config: Config, parameters: Sequence[str], weights: Mapping
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, init_names=names))
 
 
-def _model_differences(there: Model, here: Model) -> Iterator[str]:
-    """Yield each option in which two networks differ, besides those that the data decide."""
-    of_data = options_with("any_network").keys() - {"model.path"}
+def _model_differences(there: Model, here: Model) -> str:
+    """Return the options in which two networks differ, but for those that the data decide."""
+    skipped = {"model.inplace", *options_with("any_network")} - {"model.path"}
     sizes = {"kernels": geometry.kernels, "strides": geometry.strides}  # may be written in several ways
-    for item in dataclasses.fields(Model):
-        name = item.name
+    changes = []
+    for name, now in vars(here).items():
         before = getattr(there, name)
-        now = getattr(here, name)
         is_same = before == now
         if name in sizes and "auto" not in (before, now) and len(there.features) == len(here.features):
             is_same = sizes[name](there) == sizes[name](here)
-        if not is_same and name != "inplace" and f"model.{name}" not in of_data:
-            yield f"model.{name} {before} there, {now} here"
+        if not is_same and f"model.{name}" not in skipped:
+            changes.append(f"model.{name} {before} there, {now} here")
+    return "; ".join(changes)
 
 
 def _differences(
@@ -193,9 +193,9 @@ def _differences(
     rules: Sequence[Intensity],
 ) -> Iterator[str]:
     """Yield a line on the network's options, and one on how the images that it has seen differ from the run's."""
-    options = list(_model_differences(trained.config.model, model_config))
+    options = _model_differences(trained.config.model, model_config)
     if options:
-        yield f"init={trained.path}: its network differs: {'; '.join(options)}"
+        yield f"init={trained.path}: its network differs: {options}"
     images = []
     if rules and not _are_alike(trained.intensity, rules):
         kinds = []
@@ -220,15 +220,19 @@ def _are_alike(there: Sequence[Intensity], here: Sequence[Intensity]) -> bool:
     return all(abs(a.mean - b.mean) <= min(a.std, b.std) / 2 for a, b in pairs)
 
 
-def _loaded(pretrained: PretrainedWeights, trained: TrainedNetworks, dataset: DatasetInfo) -> str:
-    """Return a line on what is loaded and what is new."""
-    which = " (the first of its networks)" if len(trained.weights) > 1 else ""
+def _loaded(pretrained: PretrainedWeights, outputs: int) -> str:
+    """Return in words what is loaded, at which learning rate, and what is new; heads have that many `outputs`."""
     count = len(pretrained.weights)
     total = count + len(pretrained.head_rows) + len(pretrained.new)
-    loaded = f"{count} of {total} tensors loaded{_rate(pretrained)}"
+    loaded = f"{count} of {total} tensors loaded"
+    factor = pretrained.config.optim.init_lr
+    if factor != 1:
+        word = "frozen" if factor == 0 else f"at {factor:g} times the rate"
+        names = pretrained.config.optim.init_names or ()
+        slow = sum(optim.is_named(name, names) for name in pretrained.weights)
+        loaded += f", {word}" if slow == count else f", {slow} of them {word}"
     new_rows = 0
     if pretrained.head_rows:
-        outputs = len(dataset.classes) - (dataset.regions is not None)
         new_rows = outputs - len(next(iter(pretrained.head_rows.values())))
         rows = f"{new_rows} of {outputs} rows new" if new_rows else f"all {outputs} rows"
         loaded += f", {len(pretrained.head_rows)} of output layers matched by class name ({rows})"
@@ -238,32 +242,13 @@ def _loaded(pretrained: PretrainedWeights, trained: TrainedNetworks, dataset: Da
         loaded += f"; new: {', '.join(pretrained.new[:NAMES_SHOWN])}{more}"
     elif not new_rows:
         loaded += "; nothing is new"
-    return f"init={trained.path}{which}: {loaded}"
+    return loaded
 
 
-def _origins(trained: TrainedNetworks, dataset: DatasetInfo, head_rows: HeadRows, sources: ClassSources) -> str:
-    """Return which classes of the checkpoint each class begins with, and which classes are new."""
-    first = 0 if dataset.regions is None else 1
-    here = dataset.classes[first:]
-    if not head_rows:
-        there = trained.classes if trained.regions is None else trained.classes[1:]
-        return f"new, of {', '.join(here)}, there {', '.join(there)}"
-    origins = []
-    for label, parts in sources.items():
-        if label >= first:
-            origins.append(f"{dataset.classes[label]} from {' and '.join(trained.classes[part] for part in parts)}")
-    new = [name for label, name in enumerate(dataset.classes) if label >= first and label not in sources]
-    if new:
-        origins.append(f"{', '.join(new)} new")
-    return "; ".join(origins)
-
-
-def _rate(pretrained: PretrainedWeights) -> str:
-    """Return in words the learning rate of the loaded tensors, and how many of them have it; "" for the usual rate."""
-    factor = pretrained.config.optim.init_lr
-    if factor == 1:
-        return ""
-    word = "frozen" if factor == 0 else f"at {factor:g} times the rate"
-    names = pretrained.config.optim.init_names or ()
-    slow = sum(optim.is_named(name, names) for name in pretrained.weights)
-    return f", {word}" if slow == len(pretrained.weights) else f", {slow} of them {word}"
+def _origins(there: Sequence[str], here: Sequence[str], sources: ClassSources) -> str:
+    """Return in words which outputs of the checkpoint each output begins with, and which are new."""
+    new = ", ".join(name for output, name in enumerate(here) if output not in sources)
+    if not sources:
+        return f"new, of {new}, there {', '.join(there)}"
+    origins = [f"{here[output]} from {' and '.join(there[part] for part in sources[output])}" for output in sources]
+    return "; ".join([*origins, f"{new} new"] if new else origins)

@@ -1,6 +1,6 @@
 """Checkpoints for others: published without paths, scored on labelled cases."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
@@ -23,12 +23,11 @@ from unet3d.data.volume import is_resampled
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report.scores import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import predict
-from unet3d.run.checkpoint import Checkpoint, TrainedNetworks, refuse_other_network, split_of
+from unet3d.run.checkpoint import TrainedNetworks, read_networks, split_of
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import evaluate, score_on_own_grid
 from unet3d.training import checkpoint, metrics
 
-PUBLISHED = ("model_options", "classes", "channels", "intensity", "step")  # of a checkpoint, besides weights and config
 SCORES = "scores.csv"
 LEARNED = options_with("learned")
 
@@ -46,17 +45,10 @@ def publish(
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another file")
-    networks: list[TrainedNetworks] = []
-    parts: dict[str, Any] = {}  # of the first
-    for path in paths:
-        source = Checkpoint.read(path)
-        networks.append(source.networks())
-        refuse_other_network(networks[-1], model_path)
-        if not parts:
-            parts = {name: source.state[name] for name in PUBLISHED}
-            parts["config"] = _without_private(source.state["config"])
+    networks = [read_networks(path, model_path) for path in paths]
+    one = networks[0]
     for trained in networks:
-        _refuse_different(trained, networks[0])
+        _refuse_different(trained, one)
         predict.segmenter(trained, "cpu", None)  # so that what is published can be used
     first, *others = [weights for trained in networks for weights in trained.weights]
     hidden = {"split": "a file", "groups": "a file"}
@@ -65,13 +57,18 @@ def publish(
         splits.append({name: hidden.get(name, value) for name, value in held_out.items()})
     known = [trained.seen for trained in networks if trained.seen is not None]
     state = {
-        **parts,
+        "config": _without_private(compose.to_plain(one.config)),
+        "model_options": asdict(one.config.model),
+        "classes": list(one.classes),
+        "channels": list(one.channels),
+        "intensity": [asdict(rule) for rule in one.intensity],
+        "step": one.step,
         "model": first,
         "average": {},
         "others": others,
         "splits": splits,
         "seen": asdict(Seen.merged(known)) if known else None,
-        "largest": list(networks[0].largest if largest is None else largest),
+        "largest": list(one.largest if largest is None else largest),
     }
     checkpoint.save_checkpoint(out, state)
 
@@ -115,18 +112,15 @@ def score(
         raise UserError("data.semi holds out slices of the training cases; the run's own scores.csv has their scores")
     if (out / SCORES).exists():
         raise UserError(f"{out / SCORES}: is there already; give another folder")
-    source = Checkpoint.read(path)
-    networks = source.networks()
-    refuse_other_network(networks, model_path)
+    networks = read_networks(path, model_path)
     config = replace(config, data=_read_as_learned(networks, config.data, given))
     rules.check(config)
     dataset = read_dataset(config.data)
     _, held_out = split(dataset, config.data)
     _refuse_other_dataset(networks, dataset)
-    _warn_of_other_names(networks, dataset, config.data)
     check_headers(dataset, held_out, config.data).sound_headers()
-    _warn_of_other_splits(networks, config.data)
-    _warn_of_seen_cases(source, held_out)
+    for line in _doubts(networks, dataset, held_out, config.data):
+        warn(f"{path}: {line}")
     segmenter = predict.segmenter(networks, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
     has_own_grids = any(is_resampled(case, segmenter.options.spacing) for case in held_out)
@@ -136,7 +130,7 @@ def score(
         write_text(out / SCORES, text)
     except OSError as error:
         raise not_saved(out / SCORES, error) from error
-    return _title(source, networks, has_own_grids)
+    return _title(networks, has_own_grids)
 
 
 def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection[str]) -> Data:
@@ -186,12 +180,12 @@ def _scores(
     return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
 
 
-def _title(source: Checkpoint, networks: TrainedNetworks, has_own_grids: bool) -> str:
+def _title(networks: TrainedNetworks, has_own_grids: bool) -> str:
     grid = f", {OWN_GRIDS}" if has_own_grids else ""
     count = len(networks.weights)
-    average = ", average of the weights" if source.state["average"] else ""
+    average = ", average of the weights" if networks.is_average else ""
     which = f"mean of {count} networks" if count > 1 else f"step {networks.step}{average}"
-    return f"{SCORES_TITLE}, {source.path} ({which}){grid}"
+    return f"{SCORES_TITLE}, {networks.path} ({which}){grid}"
 
 
 def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:
@@ -210,11 +204,16 @@ def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> No
         raise UserError(f"{networks.path}: a network of {learned}; the data has {given}{hint}")
 
 
-def _warn_of_other_names(networks: TrainedNetworks, dataset: DatasetInfo, options: Data) -> None:
-    """Warn of channels of other names (each layout has its own), and of classes from other labels of the files."""
-    if len(dataset.channels) > 1 and networks.channels != dataset.channels:
+def _doubts(
+    networks: TrainedNetworks,
+    dataset: DatasetInfo,
+    held_out: Sequence[Case],
+    options: Data,
+) -> Iterator[str]:
+    """Yield in what the data may be others than the networks learned, and which cases they may have seen."""
+    if len(dataset.channels) > 1 and networks.channels != dataset.channels:  # each layout has its own names
         channels = f"{', '.join(networks.channels)}, those of the data {', '.join(dataset.channels)}"
-        warn(f"{networks.path}: its channels are {channels}; they are taken in this order")
+        yield f"its channels are {channels}; they are taken in this order"
     maps = []
     for one in (networks.config.data, options):
         sources = label_sources(one.label_map or {number: number for number in range(1, dataset.label_count)})
@@ -222,24 +221,12 @@ def _warn_of_other_names(networks: TrainedNetworks, dataset: DatasetInfo, option
     learned_map, asked_map = maps
     if learned_map != asked_map:
         words = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
-        warn(f"{networks.path}: its classes are other labels of the files: {words}")
-
-
-def _warn_of_other_splits(networks: TrainedNetworks, options: Data) -> None:
-    """Warn of networks that were trained with another split than the options': they may have seen what is scored."""
-    others = sum(held_out != split_of(options) for held_out in networks.splits)
+        yield f"its classes are other labels of the files: {words}"
+    others = sum(split != split_of(options) for split in networks.splits)
     if others:
         trained = f"{others} of {len(networks.splits)} networks were trained with another split, or with an unknown one"
-        warn(f"{networks.path}: {trained}; they may have seen the cases that are scored")
-
-
-def _warn_of_seen_cases(source: Checkpoint, held_out: Sequence[Case]) -> None:
-    """Warn of scored cases that a run's own checkpoint was trained on; a published file does not name its cases."""
-    fingerprint = source.state.get("fingerprint")
-    trained_on = fingerprint.get("training cases") if isinstance(fingerprint, Mapping) else None
-    if not isinstance(trained_on, list):
-        return
-    seen = [case.id for case in held_out if case.id in trained_on]
+        yield f"{trained}; they may have seen the cases that are scored"
+    seen = [case.id for case in held_out if case.id in networks.trained_on]
     if seen:
         names = shorten(", ".join(seen), 200, placeholder=" ...")
-        warn(f"{source.path}: learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}")
+        yield f"learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}"

@@ -204,7 +204,7 @@ class Validator:
                 with _saving(path):
                     labels, header = self._written(case)
                     labels = on_network_grid(labels, case, header, self.config.data.spacing, None)
-                    self._draw(case, labels, path, title)
+                    self.draw(case, labels, path, title)
 
     def _add(self, case: Case, strips: Iterable[ProbabilityBlock]) -> None:
         """Write the label map of a case, unless it is there."""
@@ -243,7 +243,7 @@ class Validator:
             shown[role] = (cases[score.name], f"{score.title}, {rank}: {dice}")
         return shown
 
-    def _draw(self, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
+    def draw(self, case: Case, prediction: np.ndarray, path: Path, title: str) -> None:
         """Draw a case with its label map (X, Y, Z); with sparse labels, at the scored slices nearest to its middle."""
         prepared = self.data.read(case)
         layers = {"truth": prepared.label.numpy(), "prediction": prediction}
@@ -272,7 +272,7 @@ class Validator:
         path = self.folder / "figures" / "validation.png"
         mean = "" if dice is None else f", mean Dice of all {dice:.3f}"
         try:
-            self._draw(case, strips.whole(), path, f"{case.id}, step {step}{mean}")
+            self.draw(case, strips.whole(), path, f"{case.id}, step {step}{mean}")
         except OSError as error:
             warn(not_saved(path, error))
         except (UserError, RuntimeError, MemoryError) as error:
