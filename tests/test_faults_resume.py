@@ -288,7 +288,7 @@ def test_records_of_a_repeated_validation_are_dropped(tmp_path: Path) -> None:
     lines = ['{"step": 3, "train/loss": 1}', '{"step": 3, "val/dice_mean": 1}', '{"step": 4, "train/loss": 1}']
     for validated, kept in ((0, lines[:1]), (3, lines[:2])):
         path.write_text("\n".join([*lines, '{"step": 5, "tr']))
-        assert run_folder.forget_after(path, 3, validated) == 4
+        assert run_folder.forget_after(path.parent, 3, validated) == 4
         assert path.read_text().splitlines() == kept
 
 

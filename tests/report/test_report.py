@@ -477,7 +477,7 @@ def test_a_damaged_record_is_passed_over(folder: Path, lines: list[str], read: l
     assert [record["step"] for record in read_run(folder).records] == [1, *read, 2, 2]
     assert folder.name in written(folder, draws=PICTURES if read else ()).all
     print_summary(read_run(folder))
-    assert run_folder.forget_after(path, 2, 2) == max([2, *read])
+    assert run_folder.forget_after(path.parent, 2, 2) == max([2, *read])
     assert [json.loads(one)["step"] for one in path.read_text().splitlines()] == [1, 2, 2]
 
 

@@ -168,7 +168,6 @@ def open_run(
         config=config,
         folder=folder,
         data=data,
-        model_config=model_config,
         stop=stop,
         trainer=trainer,
         validator=validator,

@@ -13,7 +13,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import nibabel as nib
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -87,7 +86,7 @@ class Segmenter:
         strips: Iterable[ProbabilityBlock],
         case: Case,
         open_scores: ProbabilityMaps | None = None,
-        like: nib.Nifti1Image | None = None,
+        like: Any = None,
     ) -> np.ndarray:
         """Return the classes (X, Y, Z) of strips in the axes of the case's first file; arguments as `to_original`'s."""
         labels = to_original(strips, case, self.options.spacing, open_scores, like, self.regions)

@@ -33,8 +33,7 @@ def accepted_contradictions(case: Case) -> list[str]:
     These are contradictions between its files, and lengths that are not in mm.
     """
     opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    errors = [error for error, _ in contradictions(case, opened)]
-    return [str(error) for error in (*errors, *foreign_units(case, opened))]
+    return [*(str(error) for error, _ in contradictions(case, opened)), *map(str, foreign_units(case, opened))]
 
 
 def doubtful_places_in(cases: Iterable[Case]) -> list[str]:
@@ -106,7 +105,10 @@ def _case_name(file: Path, count: int, by_channel: bool, affine: str) -> str:
     name = stem(file)
     if count == 1:
         return name.removesuffix("_0000") if by_channel else name
-    return name if _is_whole(file, count, affine) else without_channel(name)
+    with suppress(UserError):  # a file that cannot be read is reported later
+        if channels(open_image(name, file, affine)) == count:
+            return name
+    return without_channel(name)
 
 
 def _case(name: str, files: Sequence[Path], count: int) -> Case:
@@ -132,14 +134,6 @@ def _with_channels(name: str, files: Sequence[Path], count: int) -> list[Path]:
     if len(found) > count:
         raise UserError(f"{name}: {', '.join(map(str, found))}: two files of one channel; give those to segment")
     return found
-
-
-def _is_whole(file: Path, count: int, affine: str) -> bool:
-    """Return whether a file holds all channels of a case; a file that cannot be read is reported later."""
-    try:
-        return channels(open_image(stem(file), file, affine)) == count
-    except UserError:
-        return False
 
 
 class Origins:
@@ -200,18 +194,16 @@ class Origins:
         replaces = any(os.path.lexists(path) for path in paths)
         before = self._entries.get(paths[0].name, {})
         earlier = before if before.get("state") == "written" else before.get("earlier")
-        self._add(self._entry(case, paths[0], state="writing", replaces=replaces, earlier=earlier))
+        self._add(case, paths[0], {"state": "writing", "replaces": replaces, "earlier": earlier})
 
     def end(self, case: Case, path: Path) -> None:
         """Note that the label map of a case is written. Raises NotSaved."""
-        self._add(self._entry(case, path, state="written", hash=_sample([path])))
+        self._add(case, path, {"state": "written", "hash": _sample([path])})
 
-    def _entry(self, case: Case, path: Path, **about: Any) -> Entry:
+    def _add(self, case: Case, path: Path, about: Entry) -> None:
+        """Add a line about the label map of a case, whole or so that the next one is."""
         origin = {**self._network, "checkpoint": self._checkpoint, "images": _sample(case.images)}
-        return {"file": path.name, **origin, **about}
-
-    def _add(self, entry: Entry) -> None:
-        """Add a line, whole or so that the next one is."""
+        entry = {"file": path.name, **origin, **about}
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             with open(os.open(self.path, flags, 0o666), "r+b", buffering=0) as file:

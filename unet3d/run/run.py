@@ -16,11 +16,11 @@ import torch
 
 from unet3d import build
 from unet3d.base import ranks
-from unet3d.base.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory, not_saved
+from unet3d.base.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory
 from unet3d.base.files import write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
-from unet3d.config.schema import Config, Model, flat
+from unet3d.config.schema import Config, flat
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
@@ -34,7 +34,7 @@ from unet3d.run import run_folder
 from unet3d.run.record import RunRecord, headline, read_run, scores_as_numbers
 from unet3d.run.run_folder import MemoryFile, peaks
 from unet3d.run.training_state import BEST, CheckpointManager
-from unet3d.run.validation import Validator, signal_on_any_rank
+from unet3d.run.validation import Validator, saving, signal_on_any_rank
 from unet3d.training import metrics, optim, switches
 from unet3d.training.trainer import Trainer
 
@@ -46,7 +46,6 @@ class Run:
     config: Config
     folder: Path
     data: PreparedData
-    model_config: Model  # with nothing left open
     stop: Stop
     trainer: Trainer
     validator: Validator
@@ -54,7 +53,7 @@ class Run:
     meter: LedgerMeter
     loggers: Loggers
     memory: MemoryFile  # memory.json, with what steps before the resumption needed
-    start_step: int  # the step that this process goes on from
+    start_step: int  # at which this process begins
     is_done: bool  # whether an earlier process has finished the run
     is_measured: bool = field(default=False, init=False)  # whether memory.json and memory/ have the last step
 
@@ -96,7 +95,9 @@ class Run:
         self.meter.close()
         self._free_memory()  # outside of the except block
         try:
-            lines.extend(remedies.oom_suggestions(self.config, self.model_config))  # keeps those before an error
+            lines.extend(
+                remedies.oom_suggestions(self.config, self.checkpoints.state.model_config)
+            )  # keeps those before an error
         except MemoryError:  # in the search
             lines.append("there is no memory left to search for what would need less: see unet3d memory fit")
         raise OutOfMemory("\n".join(lines))
@@ -124,18 +125,16 @@ class Run:
             functools.partial(_read_nth, data.read_train, data.train),
             config.data,
             config.seed,
-            geometry.output_size(config.data.patch, self.model_config),
+            geometry.output_size(config.data.patch, self.checkpoints.state.model_config),
             [*zip(config.data.transforms, build.import_all(config)["data.transforms"], strict=True)],
             data.dataset.label_count,
         )
-        cases = [case.id for case in data.train]
         pin = self.trainer.learner.policy.device_type == "cuda"
-        yield from batches(patches, cases, config, self.start_step, pin)
+        yield from batches(patches, [case.id for case in data.train], config, self.start_step, pin)
 
     def _free_memory(self) -> None:
         """Let go of gradients, for simulations; on a GPU, which others may wait for, of all tensors."""
-        model = self.trainer.learner.model
-        optimizer = self.trainer.learner.optimizer
+        model, _, optimizer, _, _ = self.trainer.learner
         optimizer.zero_grad(set_to_none=True)
         if next(model.parameters()).device.type == "cuda":
             optimizer.state.clear()
@@ -186,17 +185,18 @@ class Run:
 
     def _save_validated(self, scores: list[metrics.CaseScore], dice: float | None) -> None:
         """Save scores.csv and checkpoints. Raises NotSaved in the last validation, else warns."""
+        path = self.folder / "scores.csv"
         text = metrics.csv_text(scores, self.data.dataset.classes)
         try:
-            # the checkpoint last: a run that goes on from it does not repeat this validation
-            ranks.on_rank0(lambda: write_text(self.folder / "scores.csv", text))
+            # The checkpoint last: a run that is resumed from it does not repeat this validation.
+            with saving(path):
+                ranks.on_rank0(lambda: write_text(path, text))
             self.checkpoints.save_best_and_last(self.trainer.step, dice)
             self.loggers.summary({"val/dice_mean": dice, "val/dice_mean_best": self.checkpoints.best})
-        except (NotSaved, OSError) as error:
-            problem = error if isinstance(error, NotSaved) else not_saved(self.folder / "scores.csv", error)
+        except NotSaved as error:
             if self.trainer.step == self.config.steps:
-                raise problem from None
-            self.checkpoints.warn(problem)
+                raise
+            self.checkpoints.warn(error)
 
     def write_measured_memory(self) -> None:
         """Write to memory.json what this process's steps needed, if it took any; after the last step memory/ too.

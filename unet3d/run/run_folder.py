@@ -37,25 +37,27 @@ MAX_HEAD_BYTES = 2**12  # of a file of git that names one commit
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 DEEPEST = 10  # levels of nested JSON
 MOST_PHASES = 20  # of a step
-# The shape of memory.json, as `fits` reads it. An entry has all of STEP, and of DETAILS any.
+# The shape of memory.json, as `fits` reads it.
 BYTES = dict.fromkeys(NAMES, int)
 PEAKS = {"first": int, "steady": int}
-STEP = {"peak_bytes": int, "kind": str, "phases": {...: {"steady": int}}}  # and a "first", where it is known
-DETAILS = {
-    "moment": {"words": str, "operation": str},
-    "categories": {...: int},
-    "phase_categories": {...: BYTES},
-    "phase_ends": {...: PEAKS},
-    "levels": [{"level": int | str | None, "bytes": int, **BYTES}],
-    "layers": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
-    "guesses": [str],
-    "workspace_bytes": int,
-    "workspaces": [{"module": str, "phase": str, "bytes": int}],
-    "rank_peak_bytes": [int],
-    "state": dict.fromkeys(("params", "grads", "optimizer"), int),
+STEP: dict[str, Any] = {
+    "peak_bytes": int,
+    "kind": str,
+    "phases": {...: {"steady": int, "first?": int}},
+    "moment?": {"words": str, "operation": str},
+    "categories?": {...: int},
+    "phase_categories?": {...: BYTES},
+    "phase_ends?": {...: PEAKS},
+    "levels?": [{"level": int | str | None, "bytes": int, **BYTES}],
+    "layers?": [{"module": str, "level": int | str | None, "bytes": int, **BYTES}],
+    "guesses?": [str],
+    "workspace_bytes?": int,
+    "workspaces?": [{"module": str, "phase": str, "bytes": int}],
+    "rank_peak_bytes?": [int],
+    "state?": dict.fromkeys(("params", "grads", "optimizer"), int),
 }
-ADVICE = {"level": int | str | None, "bytes": int, "mostly": str}
-HALVED = {"halved_peak_bytes": int, "override": str}  # of advice, where half the width was tried
+HALVED = {"halved_peak_bytes?": int | None, "override?": str | None}  # where half the width was tried
+ADVICE = {"level": int | str | None, "bytes": int, "mostly": str, "mostly_bytes?": int, **HALVED}
 # A run's file also has "segments" and "measured_segments", which are compared with each other and shown nowhere: what
 # `preflight` lists of the step that was predicted, and the same of the step that was measured.
 OTHERS = {
@@ -165,20 +167,24 @@ def is_done(folder: Path) -> bool:
     return read_text(folder / "STATUS").startswith("done\n")
 
 
-def forget_after(metrics: Path, step: int, validated: int) -> int:
-    """Drop the records that a run resumed at `step`, last validated at `validated`, repeats; return the last step."""
+def forget_after(folder: Path, step: int, validated: int) -> int:
+    """Remove what a killed run left unfinished, and the records that one resumed at `step` repeats.
+
+    It was last validated at `validated`. Return the last step that was recorded.
+    """
+    for path in (*folder.glob("**/.*.tmp"), *folder.glob("checkpoints/*.tmp")):
+        path.unlink(missing_ok=True)
+    metrics = folder / "metrics.jsonl"
     if not metrics.exists():
         return step
-    last = step
+    records = read_records(metrics)
     lines = []
-    for record in read_records(metrics):
-        last = max(last, record["step"])
-        is_before = record["step"] < step
+    for record in records:
         is_of_step = record["step"] == step and (step == validated or "train/loss" in record)
-        if is_before or is_of_step:
+        if record["step"] < step or is_of_step:
             lines.append(f"{json.dumps(record)}\n")
     write_text(metrics, "".join(lines))
-    return last
+    return max(step, last_step(records) or 0)
 
 
 def read_records(metrics: Path) -> list[Values]:
@@ -294,14 +300,12 @@ def without_damaged(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_advice(advice: Mapping[str, Any]) -> bool:
-    if advice["mostly"] not in NAMES or not fits(advice.get("mostly_bytes", 0), int):
-        return False
-    return advice.get("halved_peak_bytes") is None or fits(advice, HALVED)
+    return advice["mostly"] in NAMES and (advice.get("halved_peak_bytes") is None or advice.get("override") is not None)
 
 
 def _is_step(entry: Any) -> bool:
     """Return whether an entry of memory.json has what tables and pictures read."""
-    if not fits(entry, STEP) or not all(fits(entry[key], DETAILS[key]) for key in DETAILS if key in entry):
+    if not fits(entry, STEP):
         return False
     names, *others = [entry[key].keys() for key in ("phases", "phase_ends", "phase_categories") if key in entry]
     return (
@@ -309,7 +313,6 @@ def _is_step(entry: Any) -> bool:
         and all(keys == names for keys in others)
         and entry["peak_bytes"] > 0
         and ("moment" in entry or "layers" not in entry)
-        and all(fits(peaks.get("first", 0), int) for peaks in entry["phases"].values())
         and ("ledger" not in entry or _is_step(entry["ledger"]))
     )
 
@@ -352,7 +355,10 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Return whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}."""
+    """Return whether JSON has this shape: a type, [shape of all items], {key: shape} or {...: shape of all values}.
+
+    A key with a question mark may be missing.
+    """
     if isinstance(value, (str, list, dict)) and len(value) > MOST_ITEMS:
         return False
     if isinstance(shape, list):
@@ -360,7 +366,11 @@ def fits(value: Any, shape: Any) -> bool:
     if isinstance(shape, dict) and isinstance(value, dict):
         if ... in shape:
             return bool(value) and all(fits(item, shape[...]) for item in value.values())
-        return all(key in value and fits(value[key], shape[key]) for key in shape)
+        for key, part in shape.items():
+            name = key.removesuffix("?")
+            if not (fits(value[name], part) if name in value else name != key):
+                return False
+        return True
     if isinstance(shape, dict) or not isinstance(value, shape) or isinstance(value, bool):  # JSON's true is no number
         return False
     return not isinstance(value, int) or abs(value) <= LARGEST_NUMBER

@@ -2,8 +2,7 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,12 +172,14 @@ class CheckpointManager:
             return
         # previous.pt is for a damaged last.pt; one of the same step would not be older
         is_older = self.saved is not None and self.saved[0] < step
-        self._save(LAST, step, last_validation, self._path(PREVIOUS) if is_older else None)
+        self._save(LAST, step, last_validation, keeps_previous=is_older)
         self.saved = (step, last_validation)
 
-    def _save(self, name: str, step: int, last_validation: int, previous: Path | None = None) -> None:
+    def _save(self, name: str, step: int, last_validation: int, keeps_previous: bool = False) -> None:
         state = self.state.state_dict(step, last_validation, self.best)
-        ranks.on_rank0(lambda: checkpoint.save_checkpoint(self._path(name), state, previous))
+        folder = self.folder / "checkpoints"
+        previous = folder / PREVIOUS if keeps_previous else None
+        ranks.on_rank0(lambda: checkpoint.save_checkpoint(folder / name, state, previous))
 
     def warn(self, error: Exception) -> None:
         """Print that the run is not saved, and what its last checkpoint is."""
@@ -193,12 +194,15 @@ class CheckpointManager:
         Raises CheckpointError where none is whole or the newest is not a run's, UserError where it is another run's.
         """
         newest, problems = ranks.on_rank0(lambda: Checkpoint.read_newest(self.folder / "checkpoints"))
-        with _foreign_states_refused(newest.path):
+        try:
             changes = self.state.load_state_dict(newest)
-            step = newest.state["step"]
-            last_validation = newest.state["last_validation"]
-            self.best = newest.state["best"]
-        last_recorded = ranks.on_rank0(lambda: self._forget_after(step, last_validation))
+            step, last_validation, self.best = (newest.state[name] for name in ("step", "last_validation", "best"))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            if isinstance(error, UserError | CheckpointError) or is_out_of_memory(error):
+                raise
+            problem = f"not all of a run's state, or of another run ({error!r})"
+            raise CheckpointError(f"{newest.path}: {problem}") from error
+        last_recorded = ranks.on_rank0(lambda: run_folder.forget_after(self.folder, step, last_validation))
         if problems:
             lost = f"; steps {step + 1} to {last_recorded} are taken again" if last_recorded > step else ""
             warn(f"{'; '.join(problems)}; going on from {newest.path.name}, step {step}{lost}")
@@ -207,13 +211,6 @@ class CheckpointManager:
         if changes:
             print(f"from step {step} on with other options: {escaped('; '.join(changes))}", flush=True)
         return step, last_validation
-
-    def _forget_after(self, step: int, last_validation: int) -> int:
-        """Remove what later steps recorded and what a killed run left unfinished. Return the last step recorded."""
-        unfinished = (*self.folder.glob("**/.*.tmp"), *self.folder.glob("checkpoints/*.tmp"))
-        for path in unfinished:
-            path.unlink(missing_ok=True)
-        return run_folder.forget_after(self.folder / "metrics.jsonl", step, last_validation)
 
     def dump(self, step: int, batches: Sequence[Batch]) -> str:
         """Write the batches whose update was refused to nan_batch.pt. Return a line that says where they are."""
@@ -224,22 +221,6 @@ class CheckpointManager:
         except NotSaved as full:
             return str(full)
         return f"the batch is in {path}"
-
-    def _path(self, name: str) -> Path:
-        return self.folder / "checkpoints" / name
-
-
-@contextmanager
-def _foreign_states_refused(path: Path) -> Iterator[None]:
-    """Raise CheckpointError in one line for a state that lacks a part, or has one that torch does not take."""
-    try:
-        yield
-    except (UserError, CheckpointError):
-        raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise CheckpointError(f"{path}: not all of a run's state, or of another run ({error!r})") from error
 
 
 def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerprint:

@@ -95,7 +95,8 @@ def has_own_grids(data: PreparedData, options: Options) -> bool:
 
 
 @contextmanager
-def _saving(path: Path) -> Iterator[None]:
+def saving(path: Path) -> Iterator[None]:
+    """Raise NotSaved where the file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -196,12 +197,12 @@ class Validator:
             scores: list[CaseScore] = []
             for case in progress.track(self.data.val, "scoring", len(self.data.val)):
                 scores += score_on_own_grid(case, [self._written(case)[0]], self.data.dataset)
-            with _saving(path):
+            with saving(path):
                 write_text(path, both_csv_text(scores, self.data.dataset.classes, read_text(path)))
         for role, (case, title) in self._shown().items():
             path = self._picture(role)
             if not path.exists():
-                with _saving(path):
+                with saving(path):
                     labels, header = self._written(case)
                     labels = on_network_grid(labels, case, header, self.config.data.spacing, None)
                     self.draw(case, labels, path, title)
@@ -210,7 +211,7 @@ class Validator:
         """Write the label map of a case, unless it is there."""
         path = self._path(case)
         if not path.exists():
-            with _saving(path):
+            with saving(path):
                 self.segmenter.save(strips, case, path, files=self.data.read.files)
 
     def _written(self, case: Case) -> tuple[np.ndarray, Any]:
