@@ -2,8 +2,8 @@
 
 In reading order:
 
-    job                 one training from its config to its report: builds all parts of a run
-    run                 train, validate, save, stop in good order, finish
+    job                 one training from its config to its report
+    run                 build all parts of a run; train, validate, save, stop in good order, finish
     validation          score held-out cases, within a run on all ranks; label maps and their pictures
     training_state      what checkpoints hold, which are kept; what a resumed run compares, and how it goes on
     checkpoint          the one reader of checkpoints, which checks what it read

@@ -1,4 +1,4 @@
-"""One training run in its folder: fitted, then finished. `open_run` builds it."""
+"""One training run in its folder: all its parts are built in order, then it is fitted, and finished."""
 
 import functools
 import signal
@@ -6,56 +6,123 @@ import time
 import traceback
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import nn
 
 from unet3d import build
 from unet3d.base import ranks
 from unet3d.base.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory
-from unet3d.base.files import write_text
+from unet3d.base.files import write_json, write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
-from unet3d.config.schema import Config, flat
+from unet3d.config import compose, rules
+from unet3d.config.schema import Config, Model, flat
 from unet3d.data.cases import Case
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
 from unet3d.data.prepare import PreparedData, Read
 from unet3d.memory import remedies
-from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, LedgerMeter
+from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, open_meter
 from unet3d.model import geometry
+from unet3d.model.unet import UNet3D
+from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.prepare import bound
+from unet3d.recomputing.program import Program
 from unet3d.report import memory_plots, report
-from unet3d.report.loggers import Loggers
+from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
 from unet3d.run import run_folder
+from unet3d.run.predict import Segmenter, fitted_predictor
+from unet3d.run.pretrained import PretrainedWeights
 from unet3d.run.record import RunRecord, headline, read_run, scores_as_numbers
 from unet3d.run.run_folder import MemoryFile, peaks
-from unet3d.run.training_state import BEST, CheckpointManager
-from unet3d.run.validation import Validator, saving, signal_on_any_rank
+from unet3d.run.training_state import BEST, CheckpointManager, TrainingState, fingerprint, seed_per_rank
+from unet3d.run.validation import Validator, has_own_grids, saving, signal_on_any_rank
 from unet3d.training import metrics, optim, switches
-from unet3d.training.trainer import Trainer
+from unet3d.training.trainer import Learner, Trainer
 
 
-@dataclass
 class Run:
-    """A run with all its parts, made by `open_run`. Use it in a `with`."""
+    """A run with all its parts. Use it in a `with`."""
 
-    config: Config
-    folder: Path
-    data: PreparedData
-    stop: Stop
-    trainer: Trainer
-    validator: Validator
-    checkpoints: CheckpointManager
-    meter: LedgerMeter
-    loggers: Loggers
-    memory: MemoryFile  # memory.json, with what steps before the resumption needed
-    start_step: int  # at which this process begins
-    is_done: bool  # whether an earlier process has finished the run
-    is_measured: bool = field(default=False, init=False)  # whether memory.json and memory/ have the last step
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        data: PreparedData,
+        model_config: Model,
+        technique: Technique,
+        stop: Stop,
+        pretrained: PretrainedWeights | None,
+    ) -> None:
+        """Build a run that begins with `pretrained` weights, or with `config.resume` at its last checkpoint."""
+        self.config = config
+        self.folder = folder
+        self.data = data
+        self.model_config = model_config
+        self.stop = stop
+        self.is_measured = False  # whether memory.json and memory/ have the last step
+        device = build.device(config)
+        learner = _learner(config, model_config, technique, pretrained, device)
+        predictor = fitted_predictor(config, [learner.model], model_config, learner.policy, device)
+        segmenter = Segmenter(predictor, data.read.intensity, config.data, data.dataset.classes)
+        rests_on = fingerprint(data, learner.policy.dtype)
+        parts = (learner.model, learner.optimizer, learner.scaler)
+        state = TrainingState(config, model_config, rests_on, *parts, data.read.seen)
+        self.checkpoints = CheckpointManager(folder, state)
+        is_resumed = config.resume is not None
+        step, last_validation = 0, 0
+        if is_resumed:
+            step, last_validation = self.checkpoints.restore()
+        else:
+            seed_per_rank(config.seed, 0)
+        self.start_step = step  # at which this process begins
+        self.memory = ranks.on_rank0(lambda: MemoryFile(folder, is_resumed))
+        self.is_done = step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
+        self.meter = open_meter(learner.model, learner.optimizer)
+        self.loggers = Loggers([])
+        if not self.is_done and ranks.RANK == 0:  # else its folder stays unchanged
+            self._start_folder(device, None if pretrained is None else pretrained.record())
+        self.trainer = Trainer(
+            learner,
+            learning_rate=functools.partial(optim.learning_rate, config.optim, config.steps),
+            clip=config.optim.clip,
+            mark=self._mark,
+            log=self.loggers.scalars,
+            step=step,
+            last_validation=last_validation,
+        )
+        self.validator = Validator(config, folder, data, segmenter, self.loggers, stop)
+
+    def _start_folder(self, device: torch.device, start: Mapping[str, Any] | None) -> None:
+        """Write what is known before the first step, and open the loggers; `start` is what init.json holds."""
+        config, data, folder = self.config, self.data, self.folder
+        run_folder.start_folder(folder, compose.to_yaml(config), device, config.resume is not None, start)
+        about = {
+            "classes": data.dataset.classes,
+            "channels": data.dataset.channels,
+            "intensity": [asdict(rule) for rule in data.read.intensity],
+            "ignore": data.dataset.ignore,
+        }
+        names = {"train": [case.id for case in data.train], "val": [case.id for case in data.val]}  # as data.split's
+        write_json(folder / "split.json", {**names, "data": about})
+        self.loggers = open_loggers(config, folder)
+        grid = ""
+        if has_own_grids(data, config.data):
+            grid = f"at {run_folder.spacing_words(config.data.spacing)}"
+        self.loggers.add(TerminalLogger(config.steps, switches=rules.switches_of(config), grid=grid))
+
+    def _mark(self, phase: str) -> None:
+        """Tell the meter; compile the network once it has observed its steps: it would see no operations then."""
+        self.meter.mark(phase)
+        model = self.trainer.learner.model
+        if self.config.compile and self.meter.steps >= MEASURED_STEPS and not switches.is_compiled(model):
+            model.compile()
 
     def __enter__(self) -> "Run":
         return self
@@ -95,9 +162,7 @@ class Run:
         self.meter.close()
         self._free_memory()  # outside of the except block
         try:
-            lines.extend(
-                remedies.oom_suggestions(self.config, self.checkpoints.state.model_config)
-            )  # keeps those before an error
+            lines.extend(remedies.oom_suggestions(self.config, self.model_config))  # keeps those before an error
         except MemoryError:  # in the search
             lines.append("there is no memory left to search for what would need less: see unet3d memory fit")
         raise OutOfMemory("\n".join(lines))
@@ -125,7 +190,7 @@ class Run:
             functools.partial(_read_nth, data.read_train, data.train),
             config.data,
             config.seed,
-            geometry.output_size(config.data.patch, self.checkpoints.state.model_config),
+            geometry.output_size(config.data.patch, self.model_config),
             [*zip(config.data.transforms, build.import_all(config)["data.transforms"], strict=True)],
             data.dataset.label_count,
         )
@@ -267,6 +332,44 @@ class Run:
         entries = flat(memory, ".").items()
         numbers = [[key, value] for key, value in entries if not isinstance(value, list)]
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
+
+
+def _learner(
+    config: Config,
+    model_config: Model,
+    technique: Technique,
+    pretrained: PretrainedWeights | None,
+    device: torch.device,
+) -> Learner:
+    """Build the network on the device, and what updates it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
+    assert model_config.classes is not None
+    loss = build.loss(config, model_config.classes, device, model_config.output_regions)
+    policy = build.policy(config, device.type, technique)
+    model = build.model(model_config, config.seed)
+    if pretrained is not None:
+        pretrained.load(model)
+    model = build.prepare_for_ranks(policy.formatted(model.to(device)))
+    optimizer = optim.optimizer(config.optim, model)
+    if technique.program is not None:
+        policy = replace(policy, program=_program_of(model.train(), technique.program, policy.dtype))
+    if technique.window_program is not None:
+        policy = replace(policy, window_program=_program_of(model.eval(), technique.window_program, policy.dtype))
+    model.train()
+    return Learner(model, loss, optimizer, policy.scaler(), policy)
+
+
+def _program_of(model: nn.Module, program: Program, autocast: torch.dtype | None) -> Program:
+    """Return the program for the run's own network, in its present mode.
+
+    It was prepared for another object; of a user's network, another call may give other constants.
+    """
+    if isinstance(model, UNet3D) and all(parameter.requires_grad for parameter in model.parameters()):
+        return program
+    shape = program.maps.graph.image.shape
+    image = torch.empty(shape, device=next(model.parameters()).device)
+    return bound(program, model, image, autocast)
 
 
 def _read_nth(read: Read, cases: tuple[Case, ...], index: int) -> PreparedCase:
