@@ -16,7 +16,7 @@ from scipy import ndimage
 from training import TINY, face, records, train
 
 from unet3d.base.errors import CheckpointError, UserError
-from unet3d.run import cross_validation, predict
+from unet3d.run import predict, publish
 from unet3d.training import checkpoint
 
 FOLDS = 3
@@ -100,7 +100,7 @@ def test_the_table_is_the_one_computed_by_hand_from_the_label_files(
 @pytest.mark.slow
 def test_each_class_keeps_its_components_unless_the_largest_alone_is_better_out_of_fold(sweep: Path) -> None:
     folders = [sweep / str(fold) for fold in range(FOLDS)]
-    gains = cross_validation.component_gains(folders)
+    gains = publish.component_gains(folders)
     paths = sorted(sweep.glob("*/predictions/*.nii.gz"))
     for label, gain in enumerate(gains, start=1):
         after = []
@@ -118,10 +118,10 @@ def test_each_class_keeps_its_components_unless_the_largest_alone_is_better_out_
 def decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision for the first class alone, which then has many components."""
     gains = [
-        cross_validation.Gain(number, name, 6, 6, before=0.5, after=0.6 if number == 1 else 0.4)
+        publish.Gain(number, name, 6, 6, before=0.5, after=0.6 if number == 1 else 0.4)
         for number, name in enumerate(NAMES, start=1)
     ]
-    monkeypatch.setattr(cross_validation, "component_gains", lambda folders: gains)
+    monkeypatch.setattr(publish, "component_gains", lambda folders: gains)
 
 
 @pytest.mark.slow
@@ -180,12 +180,12 @@ def test_what_is_not_whole_is_not_published(sweep: Path, tmp_path: Path) -> None
     copy = shutil.copytree(sweep, tmp_path / "copy")
     (copy / "1" / "predictions" / next((copy / "1" / "predictions").iterdir()).name).unlink()
     with pytest.raises(UserError, match=r"predictions/phantom_00\d\.nii\.gz: .*resume="):
-        cross_validation.report([copy], None, published=tmp_path / "net.pt")
+        publish.report_folds([copy], None, published=tmp_path / "net.pt")
     (copy / "2" / "STATUS").write_text("stopped by SIGTERM\nexit code 75\n")
     with pytest.raises(UserError, match=r"net\.pt: .*fold 2"):
-        cross_validation.report([copy], None, published=tmp_path / "net.pt")
+        publish.report_folds([copy], None, published=tmp_path / "net.pt")
     with pytest.raises(UserError, match="2 methods"):
-        cross_validation.report([sweep, *_of_another_seed(copy)], None, published=tmp_path / "net.pt")
+        publish.report_folds([sweep, *_of_another_seed(copy)], None, published=tmp_path / "net.pt")
     assert not (tmp_path / "net.pt").exists()
 
 

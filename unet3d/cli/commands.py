@@ -161,8 +161,8 @@ def compare(arguments: argparse.Namespace) -> None:
 
 def folds(arguments: argparse.Namespace) -> None:
     """Set all out-of-fold cases of cross-validations in one table; publish the networks of one."""
-    from unet3d.run import cross_validation
+    from unet3d.run import publish
 
     asked = (arguments.runs, arguments.out, arguments.components, arguments.publish, arguments.model)
-    for line in cross_validation.report(*asked):
+    for line in publish.report_folds(*asked):
         print(escaped(line))

@@ -127,8 +127,8 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
     """Return a run's numbers in the order of compare.csv."""
     measured = run.memory.get("measured", {})
     predicted = run.memory.get("predicted", {})
-    steps = run.values("time/step_s")
-    labelled = run.values("data/labelled_share")
+    steps = numbers_of(run.records, "time/step_s")
+    labelled = numbers_of(run.records, "data/labelled_share")
     only_predicts = bool(predicted) and not measured and not run.records
     network_grid = "network" if run.spacing else None  # else both are one grid
     return {

@@ -116,8 +116,8 @@ def highlights(run: RunRecord) -> dict[str, str]:
 
 def timing(run: RunRecord) -> dict[str, str]:
     """Return step time, the share of it that was waiting for data, and validation time; each with its unit."""
-    steps = run.values("time/step_s")
-    validations = run.values("time/val_s")
+    steps = numbers_of(run.records, "time/step_s")
+    validations = numbers_of(run.records, "time/val_s")
     times = {}
     if sum(steps):
         switches = f" ({run.switches})" if run.switches else ""

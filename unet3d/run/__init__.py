@@ -10,7 +10,6 @@ In reading order:
     pretrained          `init=`: begin with the weights of another network
     predict             trained networks on files; `unet3d.load(...).segment(...)`
     predicted_files     which files are cases; predictions.jsonl: which network wrote which label map
-    publish             checkpoints for others: published, scored
-    cross_validation    the tables of a cross-validation, and its networks as one
+    publish             checkpoints for others: published, scored; a cross-validation's tables, and its networks as one
     run_folder          a run folder's files, which `record` reads for a report
 """

@@ -148,16 +148,14 @@ class Checkpoint:
         counts = [step, state["last_validation"]]
         counts += [group[optim.COUNT] for group in state["optimizer"]["param_groups"] if optim.COUNT in group]
         best = state["best"]
+        random_states = [(state["rng"], state["cuda_rng"]), *state["ranks"]]
         device = optimizer.param_groups[0]["params"][0].device
         is_sound = {
             "step": all(type(count) is int and 0 <= count <= step for count in counts),
             "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
-            "rng": _is_like(state["rng"], torch.get_rng_state()),
-            "cuda_rng": _are_cuda_states(state["cuda_rng"], device),
-            "ranks": all(
-                _is_like(on_cpu, torch.get_rng_state()) and _are_cuda_states(on_gpu, device)
-                for on_cpu, on_gpu in state["ranks"]
-            ),
+            "rng": all(_is_like(on_cpu, torch.get_rng_state()) for on_cpu, _ in random_states),
+            "cuda_rng": device.type != "cuda"  # else it is not used
+            or all(_is_like(one, torch.cuda.get_rng_state(device)) for _, on_gpu in random_states for one in on_gpu),
             "scaler": state["scaler"].keys() == scaler.state_dict().keys()
             and 0 < state["scaler"].get("scale", 1) < math.inf,
             "optimizer": _is_optimizer_state(state["optimizer"]["state"], step, optimizer, options),
@@ -191,12 +189,11 @@ def split_of(options: Data) -> Split:
 
     Folds and shares of groups are others than those of cases.
     """
-    groups = {} if options.groups is None else {"groups": options.groups}
     if options.split is not None:
         return {"split": options.split, "semi": options.semi}
-    if options.fold is not None:
-        return {"fold": options.fold, "folds": options.folds, "semi": options.semi, **groups}
-    return {"val_fraction": options.val_fraction, "semi": options.semi, **groups}
+    groups = {} if options.groups is None else {"groups": options.groups}
+    names = ["val_fraction"] if options.fold is None else ["fold", "folds"]
+    return {**{name: getattr(options, name) for name in names}, "semi": options.semi, **groups}
 
 
 def _refuse_contradictions(trained: TrainedNetworks) -> None:
@@ -218,13 +215,6 @@ def _refuse_contradictions(trained: TrainedNetworks) -> None:
         raise ValueError("its post-processing is not of its classes")
     if type(trained.step) is not int or trained.step < 0:
         raise ValueError("its step is not a number of steps")
-
-
-def _are_cuda_states(states: list[Any], device: torch.device) -> bool:
-    """Return whether these are states of the device's random numbers; of a CPU, where they are not used, always."""
-    if device.type != "cuda":
-        return True
-    return all(_is_like(state, torch.cuda.get_rng_state(device)) for state in states)
 
 
 def _is_optimizer_state(

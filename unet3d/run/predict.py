@@ -184,7 +184,14 @@ def segmenter(
             warn("mirroring does nothing: this network has data.augment.mirror=[]")
         if "overlap" in given and config.model.padding == "valid":
             warn("overlap does nothing: this network has model.padding=valid, whose tiles do not overlap")
-        predictor = _predictor(trained, config)
+        place = build.device(config)
+        policy = build.policy(config, place.type)
+        networks = [policy.formatted(network) for network in trained.instantiate(place)]
+        predictor = fitted_predictor(config, networks, config.model, policy, place)
+        if place.type == "cuda":
+            warning = switches.cudnn_warning(policy.dtype, partial(largest_map, predictor))
+            if warning is not None:
+                warn(warning)
     except UserError as error:
         text = str(error).removeprefix("inference.")
         if text != str(error) and text.partition("=")[0] in given:  # an argument that replaced an option
@@ -205,19 +212,6 @@ def segmenter(
             "components": list(trained.largest),
         },
     )
-
-
-def _predictor(trained: TrainedNetworks, config: Config) -> Predictor:
-    """Build the networks on the device of `config`. Raises CheckpointError, UserError."""
-    device = build.device(config)
-    policy = build.policy(config, device.type)
-    networks = [policy.formatted(network) for network in trained.instantiate(device)]
-    predictor = fitted_predictor(config, networks, config.model, policy, device)
-    if device.type == "cuda":
-        warning = switches.cudnn_warning(policy.dtype, partial(largest_map, predictor))
-        if warning is not None:
-            warn(warning)
-    return predictor
 
 
 def fitted_predictor(

@@ -15,10 +15,7 @@ from unet3d.run import run_folder
 from unet3d.run.run_folder import KINDS, Values, as_number, finite, fits
 from unet3d.training.metrics import NETWORK, NOTE_KEY, mean_of
 
-MAX_STATUS_BYTES = 2**20
-MAX_ENV_BYTES = 2**16
-MAX_SPLIT_BYTES = 2**24
-MAX_INIT_BYTES = 2**22
+LARGEST = {"STATUS": 2**20, "env.json": 2**16, "split.json": 2**24, "init.json": 2**22}  # bytes of a file
 MOST_PARTS = 20  # of split.json
 RULE = {"kind": str, "low": int | float, "high": int | float, "mean": int | float, "std": int | float}
 OF_DATA = {"classes": [str], "channels": [str], "intensity": [RULE], "ignore": int}  # "data" of split.json
@@ -98,10 +95,6 @@ class RunRecord:
         """Return the switches of torch that were on as the steps were timed; "" without any."""
         return rules.switched_on(compose.flat(self.settings, "."))
 
-    def values(self, key: str) -> list[float]:
-        """Return a number's values in the records, in their order; NaN and infinity included."""
-        return numbers_of(self.records, key)
-
 
 def read_run(path: Path, memory: Values | None = None) -> RunRecord:
     """Read a run folder, whatever of it is missing or damaged. Raises UserError for links out of it and huge files.
@@ -113,13 +106,12 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
     if memory is None:
         memory = run_folder.read_memory(path)
     has_memory = memory.keys() & KINDS and memory.get("parameters", 0) > 0
-    versions = run_folder.json_object(read_text(path / "env.json", MAX_ENV_BYTES))
-    parts = run_folder.json_object(read_text(path / "split.json", MAX_SPLIT_BYTES))
+    texts = {name: read_text(path / name, LARGEST[name]) for name in LARGEST}
+    versions, parts, start = (run_folder.json_object(texts[name]) for name in ("env.json", "split.json", "init.json"))
     about = parts["data"] if isinstance(parts.get("data"), dict) else {}
-    start = run_folder.json_object(read_text(path / "init.json", MAX_INIT_BYTES))
     return RunRecord(
         path=path,
-        status=run_folder.one_line(read_text(path / "STATUS", MAX_STATUS_BYTES)),
+        status=run_folder.one_line(texts["STATUS"]),
         config=read_text(path / "config.yaml", LARGEST_YAML),
         settings=run_folder.sound(_yaml(path / "config.yaml")),
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
@@ -161,15 +153,19 @@ def numbers_of(records: Sequence[Values], key: str) -> list[float]:
 
 def best_of(records: Sequence[Values]) -> Values:
     """Return the validation with the highest mean Dice, the first of equals, as for best.pt; {} without any."""
-    numbers = {place: as_number(record.get("val/dice_mean")) for place, record in enumerate(records)}
-    known = {place: dice for place, dice in numbers.items() if dice is not None and not math.isnan(dice)}
-    return records[max(known, key=known.__getitem__)] if known else {}
+    best: Values = {}
+    highest = -math.inf
+    for record in records:
+        dice = as_number(record.get("val/dice_mean"))
+        if dice is not None and dice > highest:
+            best, highest = record, dice
+    return best
 
 
 def headline(run: RunRecord) -> dict[str, Any]:
     """Return the few numbers that dashboards sort runs by; bytes of a step's tensors, unless its kind says more."""
     best = run.best_validation
-    losses = run.values("train/loss")
+    losses = numbers_of(run.records, "train/loss")
     values: dict[str, Any] = {
         "val/dice_mean": as_number(run.last_validation.get("val/dice_mean")),
         "val/dice_mean_best": as_number(best.get("val/dice_mean")),
@@ -180,7 +176,7 @@ def headline(run: RunRecord) -> dict[str, Any]:
     }
     values |= run_folder.peaks(run.memory)
     for name in ("step_s", "val_s"):
-        times = run.values(f"time/{name}")
+        times = numbers_of(run.records, f"time/{name}")
         if times:
             values[f"time/{name}_median"] = median(times)
     values["time/switches"] = run.switches or None
@@ -192,6 +188,5 @@ def scores_as_numbers(run: RunRecord) -> tuple[list[str], list[list[Any]]]:
     columns = [name for name in run.scores[0] if name != NOTE_KEY] if run.scores else ["case"]
     rows = []
     for case in run.scores:
-        numbers = [as_number(case.get(name)) for name in columns[1:]]
-        rows.append([case.get("case"), *numbers])
+        rows.append([case.get("case"), *(as_number(case.get(name)) for name in columns[1:])])
     return columns, rows

@@ -129,17 +129,17 @@ class Validator:
         is_last = step == self.config.steps
         if is_last:
             ranks.on_rank0(self._clear)
-        own_scores = evaluate(
-            self.segmenter,
-            self.data.val[ranks.RANK :: ranks.SIZE],
-            self.data.read_val,
-            hd95=is_last and not self.config.data.semi,  # slices have no surface
-            title="validation",
-            keep=functools.partial(self._keep_strips, is_last),
-            loss=self.config.loss,
-        )
         predictor = self.segmenter.predictor
         try:
+            own_scores = evaluate(
+                self.segmenter,
+                self.data.val[ranks.RANK :: ranks.SIZE],
+                self.data.read_val,
+                hd95=is_last and not self.config.data.semi,  # slices have no surface
+                title="validation",
+                keep=functools.partial(self._keep_strips, is_last),
+                loss=self.config.loss,
+            )
             with switches.without_compiler(predictor.models[0]), closing(own_scores) as scores:
                 return list(self._gathered(scores))
         except (RuntimeError, MemoryError) as error:
