@@ -11,7 +11,6 @@ from promises import promise
 from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved
 from unet3d.config import compose
-from unet3d.run.checkpoint import Checkpoint
 from unet3d.run.training_state import CheckpointManager, TrainingState, rate_change
 from unet3d.training import checkpoint, optim
 
@@ -25,7 +24,7 @@ class Nothing:
     def state_dict(self, step: int, last_validation: int, best: float | None) -> dict[str, Any]:
         return {"step": step, "last_validation": last_validation, "best": best}
 
-    def load_state_dict(self, source: Checkpoint) -> list[str]:
+    def load_state_dict(self, path: Path, state: dict[str, Any]) -> list[str]:
         return self.changes
 
 
@@ -121,7 +120,7 @@ def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Pa
     saved = state.state_dict(1, 0, 0.5)
     saved["scaler"]["scale"] *= 2
     torch.rand(1)
-    assert state.load_state_dict(Checkpoint(tmp_path, saved)) == []
+    assert state.load_state_dict(tmp_path, saved) == []
     again = state.state_dict(1, 0, 0.5)
     assert torch.equal(saved["rng"], again["rng"]) and saved["scaler"] == again["scaler"]
     moments = [found["optimizer"]["state"] for found in (saved, again)]
@@ -159,7 +158,7 @@ def test_a_run_that_goes_on_for_more_steps_says_what_its_rate_does(words: list[s
 def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, tmp_path: Path) -> None:
     saved = state.state_dict(1, 0, 0.5)
     saved["config"]["optim"]["lr"] = 4e-4
-    changed, rate = state.load_state_dict(Checkpoint(tmp_path, saved))
+    changed, rate = state.load_state_dict(tmp_path, saved)
     assert changed.startswith("optim.lr: 0.0004 -> ") and "1.6e-05 in step 1, rises to 0.000151 in step 2" in rate
 
 
@@ -173,10 +172,10 @@ def test_another_number_of_threads_is_told(
 ) -> None:
     """On the CPU they change rounding."""
     saved = state.state_dict(1, 0, 0.5)
-    state.load_state_dict(Checkpoint(tmp_path, saved))
+    state.load_state_dict(tmp_path, saved)
     assert not capsys.readouterr().err
     threads = saved["threads"]
-    state.load_state_dict(Checkpoint(tmp_path, saved | {"threads": threads + 2}))
+    state.load_state_dict(tmp_path, saved | {"threads": threads + 2})
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{threads + 2} -> {threads}" in line and f"OMP_NUM_THREADS={threads + 2}" in line
 
@@ -215,7 +214,7 @@ def test_a_state_that_no_run_has_written_is_refused(
         node = node[key]
     node[keys[-1]] = value
     with pytest.raises(CheckpointError, match=rf"last\.pt: .*\b{wrong}\b"):
-        state.load_state_dict(Checkpoint(tmp_path / "last.pt", saved))
+        state.load_state_dict(tmp_path / "last.pt", saved)
 
 
 @promise("Checkpoints", "values of wrong types ...")
@@ -247,6 +246,6 @@ def test_options_of_the_optimizer_come_from_the_config(state: TrainingState, tmp
     saved = state.state_dict(1, 0, None)
     (group,) = saved["optimizer"]["param_groups"]
     saved["optimizer"]["param_groups"] = [group | {"betas": (5, 7), "eps": -1, "maximize": True, "params": [99]}]
-    state.load_state_dict(Checkpoint(tmp_path, saved))
+    state.load_state_dict(tmp_path, saved)
     found = state.optimizer.param_groups[0]
     assert (found["betas"], found["eps"], found["maximize"], found[optim.COUNT]) == ((0.9, 0.999), 1e-8, False, 1)

@@ -122,7 +122,7 @@ def timing(run: RunRecord) -> dict[str, str]:
     if sum(steps):
         switches = f" ({run.switches})" if run.switches else ""
         times["step, median"] = f"{median(steps):.3g} s{switches}"
-        times["waiting for data"] = f"{sum(run.values('time/data_wait_s')) / sum(steps):.1%} of step time"
+        times["waiting for data"] = f"{sum(numbers_of(run.records, 'time/data_wait_s')) / sum(steps):.1%} of step time"
     if validations:
         times["validation, median"] = f"{median(validations):.3g} s"
     return times

@@ -19,7 +19,6 @@ from unet3d import build
 from unet3d.base.errors import CheckpointError, UserError
 from unet3d.base.types import Regions
 from unet3d.config import compose
-from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Data, Model, Optim
 from unet3d.data.intensity import Intensity, Seen, checked_intensity
 from unet3d.training import checkpoint, optim
@@ -87,84 +86,66 @@ class TrainedNetworks:
         return [network.to(device).eval() for network in networks]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint file that was read: a run's, or a published one, which holds no training state."""
+def networks_of(path: Path, state: dict[str, Any]) -> TrainedNetworks:
+    """Return the checked networks of a checkpoint's state.
 
-    path: Path
-    state: dict[str, Any]  # tensors and plain values
+    Raises CheckpointError for anything but plain values of the right types.
+    """
+    try:
+        config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
+        first = dict(state["model"]) | dict(state["average"])
+        facts = state.get("fingerprint")
+        trained_on = facts.get("training cases") if isinstance(facts, Mapping) else None
+        # The others, their splits and the largest components are only in published files.
+        trained = TrainedNetworks(
+            path=path,
+            config=config,
+            classes=tuple(state["classes"]),
+            channels=tuple(state["channels"]),
+            intensity=tuple(checked_intensity(rule) for rule in state["intensity"]),
+            step=state["step"],
+            weights=[first, *(dict(weights) for weights in state.get("others", []))],
+            splits=[dict(split) for split in state.get("splits", [split_of(config.data)])],
+            largest=tuple(state.get("largest", ())),
+            seen=None if state["seen"] is None else Seen.read(state["seen"], len(state["channels"])),
+            is_average=bool(state["average"]),
+            trained_on=tuple(trained_on) if isinstance(trained_on, list) else (),
+        )
+        _refuse_contradictions(trained)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a checkpoint of a run ({error})") from error
+    return trained
 
-    @classmethod
-    def read(cls, path: Path) -> "Checkpoint":
-        """Read a file. Raises DamagedCheckpoint, or CheckpointError where it is foreign or of another format."""
-        return cls(path, checkpoint.load_checkpoint(path))
 
-    @classmethod
-    def read_newest(cls, folder: Path) -> tuple["Checkpoint", list[str]]:
-        """Return the newest whole checkpoint of a run, and the errors of newer ones.
-
-        Raises CheckpointError where none is whole.
-        """
-        state, problems = checkpoint.load_any(folder, CHECKPOINTS)
-        return cls(folder / CHECKPOINTS[len(problems)], state), problems
-
-    def networks(self) -> TrainedNetworks:
-        """Return the checked networks. Raises CheckpointError for anything but plain values of the right types."""
-        state = self.state
-        try:
-            config = compose.from_plain(state["config"] | {"resume": None, "model": state["model_options"]})
-            first = dict(state["model"]) | dict(state["average"])
-            facts = state.get("fingerprint")
-            trained_on = facts.get("training cases") if isinstance(facts, Mapping) else None
-            # The others, their splits and the largest components are only in published files.
-            trained = TrainedNetworks(
-                path=self.path,
-                config=config,
-                classes=tuple(state["classes"]),
-                channels=tuple(state["channels"]),
-                intensity=tuple(checked_intensity(rule) for rule in state["intensity"]),
-                step=state["step"],
-                weights=[first, *(dict(weights) for weights in state.get("others", []))],
-                splits=[dict(split) for split in state.get("splits", [split_of(config.data)])],
-                largest=tuple(state.get("largest", ())),
-                seen=None if state["seen"] is None else Seen.read(state["seen"], len(state["channels"])),
-                is_average=bool(state["average"]),
-                trained_on=tuple(trained_on) if isinstance(trained_on, list) else (),
-            )
-            _refuse_contradictions(trained)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: not a checkpoint of a run ({error})") from error
-        return trained
-
-    def refuse_unsound_training(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        options: Optim,
-    ) -> None:
-        """Raise CheckpointError for a training state that no run of this optimizer has written."""
-        state = self.state
-        step = state["step"]
-        counts = [step, state["last_validation"]]
-        counts += [group[optim.COUNT] for group in state["optimizer"]["param_groups"] if optim.COUNT in group]
-        best = state["best"]
-        random_states = [(state["rng"], state["cuda_rng"]), *state["ranks"]]
-        device = optimizer.param_groups[0]["params"][0].device
-        is_sound = {
-            "step": all(type(count) is int and 0 <= count <= step for count in counts),
-            "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
-            "rng": all(_is_like(on_cpu, torch.get_rng_state()) for on_cpu, _ in random_states),
-            "cuda_rng": device.type != "cuda"  # else it is not used
-            or all(_is_like(one, torch.cuda.get_rng_state(device)) for _, on_gpu in random_states for one in on_gpu),
-            "scaler": state["scaler"].keys() == scaler.state_dict().keys()
-            and 0 < state["scaler"].get("scale", 1) < math.inf,
-            "optimizer": _is_optimizer_state(state["optimizer"]["state"], step, optimizer, options),
-            "threads": type(state["threads"]) is int,
-        }
-        wrong = [name for name in is_sound if not is_sound[name]]
-        if wrong:
-            problem = f"its training state does not belong to this run ({', '.join(wrong)})"
-            raise CheckpointError(f"{self.path}: {problem}; take an earlier checkpoint")
+def refuse_unsound_training(
+    path: Path,
+    state: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    options: Optim,
+) -> None:
+    """Raise CheckpointError for a training state that no run of this optimizer has written."""
+    step = state["step"]
+    counts = [step, state["last_validation"]]
+    counts += [group[optim.COUNT] for group in state["optimizer"]["param_groups"] if optim.COUNT in group]
+    best = state["best"]
+    random_states = [(state["rng"], state["cuda_rng"]), *state["ranks"]]
+    device = optimizer.param_groups[0]["params"][0].device
+    is_sound = {
+        "step": all(type(count) is int and 0 <= count <= step for count in counts),
+        "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
+        "rng": all(_is_like(on_cpu, torch.get_rng_state()) for on_cpu, _ in random_states),
+        "cuda_rng": device.type != "cuda"  # else it is not used
+        or all(_is_like(one, torch.cuda.get_rng_state(device)) for _, on_gpu in random_states for one in on_gpu),
+        "scaler": state["scaler"].keys() == scaler.state_dict().keys()
+        and 0 < state["scaler"].get("scale", 1) < math.inf,
+        "optimizer": _is_optimizer_state(state["optimizer"]["state"], step, optimizer, options),
+        "threads": type(state["threads"]) is int,
+    }
+    wrong = [name for name in is_sound if not is_sound[name]]
+    if wrong:
+        problem = f"its training state does not belong to this run ({', '.join(wrong)})"
+        raise CheckpointError(f"{path}: {problem}; take an earlier checkpoint")
 
 
 def read_networks(path: Path, model_path: str | None = None) -> TrainedNetworks:
@@ -173,7 +154,7 @@ def read_networks(path: Path, model_path: str | None = None) -> TrainedNetworks:
     `model_path`: import path of the user's own network, from the command line. Raises CheckpointError, or UserError
     where the file is of another network: no code is taken from it.
     """
-    networks = Checkpoint.read(path).networks()
+    networks = networks_of(path, checkpoint.load_checkpoint(path))
     named = networks.config.model.path
     if named != model_path:
         if named is None:

@@ -58,8 +58,8 @@ class Segmenter:
 
         Raises UserError.
         """
-        volume = self._read(case)
-        self.save(self._strips(volume, case), case, path, scores)
+        volume, strips = self._predicted(case)
+        self.save(strips, case, path, scores)
         return volume
 
     def save(
@@ -121,18 +121,16 @@ class Segmenter:
 
         Raises UserError.
         """
-        strips = self._strips(self._read(case), case)
+        _, strips = self._predicted(case)
         return with_values(self.on_own_grid(strips, case, open_scores), self.values)
 
-    def _read(self, case: Case) -> Volume:
+    def _predicted(self, case: Case) -> tuple[Volume, Iterator[ProbabilityBlock]]:
+        """Return a case on the network's grid, and the strips of its probabilities there. Raises UserError."""
         accepted = ValidationRules.of(self.options)
         volume = read_volume(case._replace(label=None), LabelValues(0), self.options.spacing, accepted)
-        channels = f"{len(volume.image)} channels; this network takes {len(self.intensity)}"
         if len(volume.image) != len(self.intensity):
+            channels = f"{len(volume.image)} channels; this network takes {len(self.intensity)}"
             raise UserError(f"{case.id}: {case.images[0]} has {channels}")
-        return volume
-
-    def _strips(self, volume: Volume, case: Case) -> Iterator[ProbabilityBlock]:
         image = normalise(volume.image, self.intensity)
         if self.seen is not None:
             x, y, z = image.shape[1:]
@@ -141,7 +139,7 @@ class Segmenter:
             differences = list(self.seen.differences(image, self.intensity, grid, is_resampled))
             if differences:
                 warn(f"{case.id}: {'; '.join(differences)}")
-        return self.predictor.strips(torch.from_numpy(image), case.named)
+        return volume, self.predictor.strips(torch.from_numpy(image), case.named)
 
 
 def open_segmenter(

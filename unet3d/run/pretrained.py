@@ -16,7 +16,7 @@ from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.intensity import Intensity
 from unet3d.data.prepare import PreparedData
 from unet3d.model import geometry
-from unet3d.run.checkpoint import Checkpoint, TrainedNetworks
+from unet3d.run.checkpoint import TrainedNetworks, networks_of
 from unet3d.training import checkpoint, optim
 
 NAMES_SHOWN = 6  # of new tensors on a line; init.json has them all
@@ -55,7 +55,7 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     assert config.init is not None
     path = Path(config.init)
     dataset = data.dataset if data is not None else read_dataset(config.data)
-    trained = Checkpoint.read(path).networks()
+    trained = networks_of(path, checkpoint.load_checkpoint(path))
     paths = (trained.config.model.path, config.model.path)
     if paths[0] != paths[1]:
         its, own = [f"model.path={of}" if of else "the package's own U-Net" for of in paths]

@@ -20,7 +20,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.data.intensity import Seen
 from unet3d.data.prepare import PreparedData
 from unet3d.run import run_folder
-from unet3d.run.checkpoint import Checkpoint
+from unet3d.run.checkpoint import refuse_unsound_training
 from unet3d.training import checkpoint, optim
 
 LAST, PREVIOUS, BEST = CHECKPOINTS
@@ -88,23 +88,22 @@ class TrainingState:
             "threads": torch.get_num_threads(),
         }
 
-    def load_state_dict(self, source: Checkpoint) -> list[str]:
-        """Go on from a checkpoint, whose `last_validation` may change. Return what options change.
+    def load_state_dict(self, path: Path, state: dict[str, Any]) -> list[str]:
+        """Load a checkpoint's state, whose `last_validation` may change. Return what options change.
 
         Raises UserError or CheckpointError where it is another run's, or no run's.
         """
-        state = source.state
         step = state["step"]
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         refuse_other_data(state["fingerprint"], self.fingerprint)
-        source.refuse_unsound_training(self.optimizer, self.scaler, self.config.optim)
+        refuse_unsound_training(path, state, self.optimizer, self.scaler, self.config.optim)
         if step > self.config.steps:
             raise UserError(f"steps={self.config.steps}: the run is at step {step} already; give as many or more")
         was_planned = state["config"]["steps"] == self.config.steps
         if step == self.config.steps and not was_planned:
             # The last validation measures more than the one at this step did: it is made again.
             state["last_validation"] = step - 1
-        checkpoint.load_weights(self.model, state["model"], source.path)
+        checkpoint.load_weights(self.model, state["model"], path)
         self._load_optimizer(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         threads = torch.get_num_threads()  # split sums on the CPU
@@ -193,19 +192,21 @@ class CheckpointManager:
 
         Raises CheckpointError where none is whole or the newest is not a run's, UserError where it is another run's.
         """
-        newest, problems = ranks.on_rank0(lambda: Checkpoint.read_newest(self.folder / "checkpoints"))
+        folder = self.folder / "checkpoints"
+        state, problems = ranks.on_rank0(lambda: checkpoint.load_any(folder, CHECKPOINTS))
+        path = folder / CHECKPOINTS[len(problems)]
         try:
-            changes = self.state.load_state_dict(newest)
-            step, last_validation, self.best = (newest.state[name] for name in ("step", "last_validation", "best"))
+            changes = self.state.load_state_dict(path, state)
+            step, last_validation, self.best = (state[name] for name in ("step", "last_validation", "best"))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             if isinstance(error, UserError | CheckpointError) or is_out_of_memory(error):
                 raise
             problem = f"not all of a run's state, or of another run ({error!r})"
-            raise CheckpointError(f"{newest.path}: {problem}") from error
+            raise CheckpointError(f"{path}: {problem}") from error
         last_recorded = ranks.on_rank0(lambda: run_folder.forget_after(self.folder, step, last_validation))
         if problems:
             lost = f"; steps {step + 1} to {last_recorded} are taken again" if last_recorded > step else ""
-            warn(f"{'; '.join(problems)}; going on from {newest.path.name}, step {step}{lost}")
+            warn(f"{'; '.join(problems)}; going on from {path.name}, step {step}{lost}")
         else:
             self.saved = (step, last_validation)
         if changes:
