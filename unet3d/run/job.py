@@ -49,8 +49,8 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         if config.init is not None and config.resume is None:
             start = ranks.on_rank0(lambda: load_pretrained(config, model_config, data))
             config = start.config
-        goes_on = config.resume is not None and config.recompute != "none"
-        before = run_folder.saved_schedule(folder) if goes_on else None
+        keeps_schedule = config.resume is not None and config.recompute != "none"
+        before = run_folder.saved_schedule(folder) if keeps_schedule else None
         predicted = ranks.on_rank0(lambda: _preflight(config, model_config, before))
         signals.raise_again()
         if data is None:
@@ -58,15 +58,18 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
             return
         technique = predicted.technique(config, model_config)
         with Run(config, folder, data, model_config, technique, stop, start) as opened:
-            record = _record_of(opened, predicted)
+            if not opened.is_done:
+                ranks.on_rank0(lambda: opened.memory.update(predicted.memory))
+                opened.fit()
+            record = _record_of(opened)
         if record is not None:
             signals.raise_again()
             report.write_page(record)
             summary.print_summary(record)
 
 
-def _record_of(run: Run, predicted: prediction.Preflight) -> RunRecord | None:
-    """Train to the last step and score; a run that is done gets its report alone, and None where it has that.
+def _record_of(run: Run) -> RunRecord | None:
+    """Score a run that has been trained; one that was done gets its report alone, and None where it has that.
 
     None on all ranks but the first.
     """
@@ -74,9 +77,6 @@ def _record_of(run: Run, predicted: prediction.Preflight) -> RunRecord | None:
         print(f"nothing to do: step {run.start_step} of {run.config.steps} is done; to train longer, set steps=N")
         if (run.folder / "report.html").exists():  # else the run was killed as it wrote it
             return None
-    else:
-        ranks.on_rank0(lambda: run.memory.update(predicted.memory))
-        run.fit()
     ranks.leave()
     if ranks.RANK:
         return None
