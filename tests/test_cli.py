@@ -71,7 +71,7 @@ def ctrl_c_in_an_import(*_: object, **named: object) -> None:
 
 # By the function that a signal interrupts. A training that has begun answers by itself.
 INTERRUPTED: dict[str, tuple[str, ...]] = {
-    "unet3d.run.predict.open_segmenter": ("predict", "net.pt", "images", "-o", "out"),
+    "unet3d.run.predict.load": ("predict", "net.pt", "images", "-o", "out"),
     "unet3d.run.publish.publish": ("publish", "net.pt", "-o", "out.pt"),
     "unet3d.run.publish.score": ("score", "net.pt", "seed=1", "-o", "out"),
     "unet3d.cli.memory_of_config.print_explanation": ("memory",),

@@ -132,12 +132,12 @@ def test_one_file_has_all_folds_and_removes_what_was_decided(
     assert face("folds", sweep, "--publish", tmp_path / "net.pt") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "3 networks" in said and f"only the largest connected component of {NAMES[0]} was kept" in said
-    segmenter = predict.open_segmenter(tmp_path / "net.pt", "cpu")
+    segmenter = predict.load(tmp_path / "net.pt", "cpu").segmenter
     assert segmenter.largest == (1,) and len(segmenter.predictor.models) == FOLDS
     tile = torch.randn(1, 1, 16, 16, 16)
     with torch.no_grad():
         members = [
-            predict.open_segmenter(sweep / str(fold) / "checkpoints" / "last.pt", "cpu").predictor.window_logits(tile)
+            predict.load(sweep / str(fold) / "checkpoints" / "last.pt", "cpu").segmenter.predictor.window_logits(tile)
             for fold in range(FOLDS)
         ]
         torch.testing.assert_close(segmenter.predictor.window_logits(tile), torch.stack(members).mean(0))
@@ -172,7 +172,7 @@ def test_post_processing_of_no_class_is_refused(sweep: Path, tmp_path: Path, lar
     state = checkpoint.load_checkpoint(sweep / "0" / "checkpoints" / "last.pt")
     checkpoint.save_checkpoint(tmp_path / "wrong.pt", state | {"largest": largest})
     with pytest.raises(CheckpointError, match=r"wrong\.pt"):
-        predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
+        predict.load(tmp_path / "wrong.pt", "cpu")
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
     tile = torch.randn(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         one, other, both = (
-            predict.open_segmenter(path, "cpu").predictor.window_logits(tile) for path in (*pair, tmp_path / "both.pt")
+            predict.load(path, "cpu").segmenter.predictor.window_logits(tile) for path in (*pair, tmp_path / "both.pt")
         )
     assert (one - other).abs().max() > 0.1
     torch.testing.assert_close(both, (one + other) / 2)
@@ -77,7 +77,7 @@ def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path
         one, other, both = (unet3d.load(path, "cpu").module(tile) for path in (*pair, tmp_path / "both.pt"))
     torch.testing.assert_close(both, (one + other) / 2)
     publish.publish([tmp_path / "both.pt", pair[0]], tmp_path / "three.pt")  # what is published can be joined again
-    assert len(predict.open_segmenter(tmp_path / "three.pt", "cpu").predictor.models) == 3
+    assert len(predict.load(tmp_path / "three.pt", "cpu").segmenter.predictor.models) == 3
 
 
 @promise("Prediction", "`score` with a `data.label_map` ...")
@@ -108,8 +108,8 @@ def test_networks_validated_with_other_numbers_of_windows_are_published_as_one(
 ) -> None:
     change(pair[1], "config", "inference", "batch", value=3)
     publish.publish(pair, tmp_path / "both.pt")
-    assert predict.open_segmenter(tmp_path / "both.pt", "cpu").predictor.batch == 1
-    assert predict.open_segmenter(pair[1], "cpu").predictor.batch == 3
+    assert predict.load(tmp_path / "both.pt", "cpu").segmenter.predictor.batch == 1
+    assert predict.load(pair[1], "cpu").segmenter.predictor.batch == 3
 
 
 @pytest.mark.parametrize("others", [7, [7], ["ab"], [{}], [{"x": 1}], {"a": 1}, [{1: torch.zeros(1)}]])
@@ -118,7 +118,7 @@ def test_a_published_checkpoint_of_wrong_networks_is_refused(finished: Path, tmp
     for splits in ([{}], [{}, {}]):
         checkpoint.save_checkpoint(tmp_path / "wrong.pt", state | {"others": others, "splits": splits})
         with pytest.raises(CheckpointError, match=r"wrong\.pt"):
-            predict.open_segmenter(tmp_path / "wrong.pt", "cpu")
+            predict.load(tmp_path / "wrong.pt", "cpu")
 
 
 @pytest.mark.parametrize("key", ["channels", "step", "model_options"])
@@ -151,7 +151,7 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
     checkpoint.save_checkpoint(tmp_path / "bomb.pt", kept)
     monkeypatch.setattr(torch.nn.Module, "to", lambda *_: pytest.fail("memory is taken"))
     with pytest.raises(CheckpointError, match=r"bomb\.pt: "):
-        predict.open_segmenter(tmp_path / "bomb.pt", "cpu")
+        predict.load(tmp_path / "bomb.pt", "cpu")
 
 
 def test_a_checkpoint_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -341,7 +341,7 @@ def test_predictions_are_those_of_the_averaged_weights(finished: Path, tmp_path:
     (kept,) = (finished / "predictions").iterdir()
     found = []
     for source in (path, tmp_path / "raw.pt"):
-        predict.open_segmenter(source, "cpu").to_file(cases[stem(kept)], tmp_path / "made.nii.gz")
+        predict.load(source, "cpu").segmenter.to_file(cases[stem(kept)], tmp_path / "made.nii.gz")
         found.append(np.asarray(nib.load(tmp_path / "made.nii.gz").dataobj))
     stored = np.asarray(nib.load(kept).dataobj)
     assert np.array_equal(stored, found[0]) and not np.array_equal(stored, found[1])
@@ -396,19 +396,19 @@ def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> Non
 
 def test_a_checkpoints_preparation_is_that_of_its_run(pair: list[Path], capsys: Capture) -> None:
     """Its spacing, how its layout names files, and whether it mirrors, unless the command says otherwise."""
-    found = predict.open_segmenter(pair[1], "cpu")
+    found = predict.load(pair[1], "cpu").segmenter
     by_channel = LAYOUTS[found.options.format].get("by_channel", False)
     assert (found.options.spacing, by_channel, found.predictor.mirror) == (None, False, (0, 1, 2))
-    assert predict.open_segmenter(pair[1], "cpu", mirror=False).predictor.mirror == ()
+    assert predict.load(pair[1], "cpu", mirror=False).segmenter.predictor.mirror == ()
     change(pair[1], "config", "data", "spacing", value=[2.0, 2.0, 2.0])
     change(pair[1], "config", "data", "format", value="nnunet")
     change(pair[1], "config", "inference", "mirror", value=False)
-    found = predict.open_segmenter(pair[1], "cpu")
+    found = predict.load(pair[1], "cpu").segmenter
     by_channel = LAYOUTS[found.options.format].get("by_channel", False)
     assert (found.options.spacing, by_channel, found.predictor.mirror) == ([2.0, 2.0, 2.0], True, ())
-    assert predict.open_segmenter(pair[1], "cpu", mirror=True).predictor.mirror == (0, 1, 2)
+    assert predict.load(pair[1], "cpu", mirror=True).segmenter.predictor.mirror == (0, 1, 2)
     change(pair[1], "config", "data", "augment", "mirror", value=[])
-    assert predict.open_segmenter(pair[1], "cpu", mirror=True).predictor.mirror == ()
+    assert predict.load(pair[1], "cpu", mirror=True).segmenter.predictor.mirror == ()
     assert "data.augment.mirror=[]" in capsys.readouterr().err
 
 
@@ -487,7 +487,7 @@ def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_
     for path, count in ((last, 1), (tmp_path / "both.pt", 1), (tmp_path / "blind.pt", 0)):
         for name in ("alike", "wide"):
             found = predicted_files.find_cases([tmp_path / f"{name}.nii.gz"], 1)[0]
-            predict.open_segmenter(path, "cpu").labels(found[0])
+            predict.load(path, "cpu").segmenter.labels(found[0])
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == count
         assert all(re.match(r"warning: wide: .*\bspacing\b.*\bin training\b", line) for line in lines)

@@ -162,7 +162,7 @@ def test_networks_published_as_one_give_mean_probabilities(place: Path, tmp_path
     paths = (last, tmp_path / "other.pt", tmp_path / "both.pt")
     tile = torch.randn(1, 4, 16, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        one, other, both = (predict.open_segmenter(path, "cpu").predictor.window_logits(tile) for path in paths)
+        one, other, both = (predict.load(path, "cpu").segmenter.predictor.window_logits(tile) for path in paths)
         logits = [unet3d.load(path, "cpu").module(tile) for path in paths]
     assert (one - other).abs().max() > 0.05
     torch.testing.assert_close(one, logits[0].sigmoid())

@@ -34,7 +34,6 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
-from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import case_plots, memory_plots, plots, report
 from unet3d.run import predict, record
 from unet3d.run.validation import evaluate
@@ -151,7 +150,7 @@ def given(tmp_path: Path, tiny: Config) -> Callable[[Change], Path]:
 
 
 def test_a_sound_checkpoint_opens(given: Callable[[Change], Path]) -> None:
-    segmenter = predict.open_segmenter(given(lambda state: None), "cpu")
+    segmenter = predict.load(given(lambda state: None), "cpu").segmenter
     assert segmenter.intensity[0].kind == "zscore" and not segmenter.predictor.models[0].training
 
 
@@ -190,7 +189,7 @@ def test_a_target_in_a_checkpoint_is_never_instantiated(
 ) -> None:
     monkeypatch.setattr(os, "system", lambda *_: pytest.fail("it ran"))
     with pytest.raises(CheckpointError, match=r"given\.pt"):
-        predict.open_segmenter(given(change), "cpu")
+        predict.load(given(change), "cpu")
 
 
 @promise("checkpoints and run folders", "code is imported only ...")
@@ -201,16 +200,16 @@ def test_a_network_that_only_a_checkpoint_names_is_not_imported(
     path = given(put("model_options", "path", value="planted:Network"))
     monkeypatch.chdir(path.parent)
     with pytest.raises(UserError, match=r"given\.pt.*--model planted:Network"):
-        predict.open_segmenter(path, "cpu")
+        predict.load(path, "cpu")
     with pytest.raises(UserError, match=r"given\.pt.*--model"):
-        predict.open_segmenter(given(lambda state: None), "cpu", model_path="planted:Network")
+        predict.load(given(lambda state: None), "cpu", model="planted:Network")
 
 
 @promise("checkpoints and run folders", "a `_target_` in a ...")
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${seed}", "a${oc.env:HOME}"])
 def test_a_checkpoint_cannot_ask_for_the_environment(given: Callable[[Change], Path], value: str) -> None:
     with pytest.raises(CheckpointError, match=r"given\.pt.*\$\{"):
-        predict.open_segmenter(given(put("config", "wandb", "project", value=value)), "cpu")
+        predict.load(given(put("config", "wandb", "project", value=value)), "cpu")
 
 
 @promise(
@@ -242,7 +241,7 @@ def test_a_checkpoint_cannot_ask_for_the_environment(given: Callable[[Change], P
 )
 def test_a_checkpoint_of_wrong_types_is_one_line(given: Callable[[Change], Path], change: Change) -> None:
     with pytest.raises(CheckpointError, match=r"given\.pt"):
-        predict.open_segmenter(given(change), "cpu")
+        predict.load(given(change), "cpu")
 
 
 @promise("Checkpoints", "values of wrong types ...")
@@ -250,7 +249,7 @@ def test_a_checkpoint_of_wrong_types_is_one_line(given: Callable[[Change], Path]
 def test_a_weight_of_several_tensors_is_one_line(given: Callable[[Change], Path]) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])
     with pytest.raises(CheckpointError, match=r"given\.pt"):
-        predict.open_segmenter(given(put("model", "outc.conv.bias", value=nested)), "cpu")
+        predict.load(given(put("model", "outc.conv.bias", value=nested)), "cpu")
 
 
 @promise("checkpoints and run folders", "a checkpoint holds no ...")
@@ -263,7 +262,7 @@ def test_a_checkpoint_that_describes_a_huge_network_takes_no_memory(
     make = build.model
     monkeypatch.setattr(build, "model", lambda *a, **b: seen.append(torch.get_default_device().type) or make(*a, **b))
     with pytest.raises(CheckpointError, match=r"given\.pt"):
-        predict.open_segmenter(path, "cpu")
+        predict.load(path, "cpu")
     assert seen == built
 
 
@@ -286,11 +285,11 @@ def test_a_checkpoint_that_names_a_huge_window_takes_no_memory(
 def test_windows_at_once_that_no_memory_holds_are_refused_with_fewer(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segmenter = predict.open_segmenter(given(put("config", "inference", "batch", value=4096)), "cpu")
+    path = given(put("config", "inference", "batch", value=4096))
     monkeypatch.setattr("unet3d.memory.simulate.host_bytes", lambda: 2**28)
     with pytest.raises(UserError, match=r"given\.pt.*4096 at once.*inference\.batch=1"):
-        refuse_large_window(segmenter.predictor, Path("given.pt"))
-    refuse_large_window(dataclasses.replace(segmenter.predictor, batch=1), Path("given.pt"))
+        predict.load(path, "cpu")
+    predict.load(path, "cpu", batch=1)
 
 
 @promise(
@@ -678,7 +677,7 @@ def test_a_small_checkpoint_that_describes_much_is_refused(tmp_path: Path, value
 @promise("Run folders and checkpoints of strangers", "a small pickle that ...")
 def test_a_network_of_thousands_of_levels_is_refused(given: Callable[[Change], Path]) -> None:
     with pytest.raises(CheckpointError, match=r"model\.features.*\b3000\b.*\b12\b"):
-        predict.open_segmenter(given(put("model_options", "features", value=[1] * 3000)), "cpu")
+        predict.load(given(put("model_options", "features", value=[1] * 3000)), "cpu")
 
 
 @promise("Checkpoints", "sound weights whose outputs ...")
@@ -711,7 +710,7 @@ def test_weights_whose_outputs_are_not_finite_predict_nothing(
 @without("unet3d.training.checkpoint.is_finite", yes)
 def test_weights_that_are_not_finite_do_not_predict(given: Callable[[Change], Path], value: float) -> None:
     with pytest.raises(CheckpointError, match=r"given\.pt: outc\.conv\.bias.*NaN"):
-        predict.open_segmenter(given(put("model", "outc.conv.bias", value=torch.full((3,), value))), "cpu")
+        predict.load(given(put("model", "outc.conv.bias", value=torch.full((3,), value))), "cpu")
 
 
 @promise("Config", "`_target_` in a config, on the command line or in a checkpoint", "no such option")

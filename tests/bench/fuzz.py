@@ -201,7 +201,7 @@ def _compare(folder: Path) -> None:
 def _predict(folder: Path) -> None:
     for name in ("best.pt", "last.pt"):
         if not (path := folder / "checkpoints" / name).is_symlink():  # who names one asks for what it leads to
-            predict.open_segmenter(path, "cpu")
+            predict.load(path, "cpu")
 
 
 def trial(number: int, seed: int, folder: Path, watch: Watch, sound: SoundRun | None = None) -> tuple[str, str, float]:

@@ -29,12 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     is_file = _names_file(arguments.out)
     if is_file and shard != (0, 1):
         raise UserError(f"-o {arguments.out}: names one file, --shard a part of many; give a folder")
-    from unet3d.memory.simulate import refuse_large_window
     from unet3d.run import predicted_files
     from unet3d.run.predicted_files import RECORD, Origins
 
     segmenter = _open_segmenter(arguments)
-    refuse_large_window(segmenter.predictor, arguments.checkpoint)
     channels = len(segmenter.intensity)
     by_channel = LAYOUTS[segmenter.options.format].get("by_channel", False)
     affine = segmenter.options.affine
@@ -111,14 +109,15 @@ def _open_segmenter(arguments: argparse.Namespace) -> "Segmenter":
     from unet3d.run import predict
 
     try:
-        return predict.open_segmenter(
+        network = predict.load(
             arguments.checkpoint,
             arguments.device,
             mirror=arguments.mirror,
-            model_path=arguments.model,
+            model=arguments.model,
             batch=_number(int, arguments.batch),
             overlap=_number(float, arguments.overlap),
         )
+        return network.segmenter
     except UserError as error:  # about an argument of that function, which is a flag here
         text = re.sub(r"^(batch|overlap)=", r"--\1 ", str(error))
         raise UserError(text.replace("mirror=true: ", "--mirror: ", 1)) from error

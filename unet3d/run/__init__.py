@@ -5,7 +5,7 @@ In reading order:
     job                 one training from its config to its report
     run                 build all parts of a run; train, validate, save, stop in good order, finish
     validation          score held-out cases, within a run on all ranks; label maps and their pictures
-    training_state      what checkpoints hold, which are kept; what a resumed run compares, and how it goes on
+    training_state      what checkpoints hold, which are kept; what a resumed run compares and loads
     checkpoint          the one reader of checkpoints, which checks what it read
     pretrained          `init=`: begin with the weights of another network
     predict             trained networks on files; `unet3d.load(...).segment(...)`

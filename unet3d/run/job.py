@@ -20,11 +20,10 @@ from unet3d.memory import prediction
 from unet3d.memory.tables import SavedSchedule
 from unet3d.report import report, summary
 from unet3d.report.summary import plan_entry
-from unet3d.run import run_folder
 from unet3d.run.pretrained import load_pretrained
 from unet3d.run.record import RunRecord, read_run
 from unet3d.run.run import Run
-from unet3d.run.run_folder import MemoryFile
+from unet3d.run.run_folder import MemoryFile, read_memory
 from unet3d.training import switches
 
 
@@ -49,9 +48,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         if config.init is not None and config.resume is None:
             start = ranks.on_rank0(lambda: load_pretrained(config, model_config, data))
             config = start.config
-        keeps_schedule = config.resume is not None and config.recompute != "none"
-        before = run_folder.saved_schedule(folder) if keeps_schedule else None
-        predicted = ranks.on_rank0(lambda: _preflight(config, model_config, before))
+        predicted = ranks.on_rank0(lambda: _preflight(config, model_config, folder))
         signals.raise_again()
         if data is None:
             ranks.on_rank0(lambda: MemoryFile(folder).update(predicted.memory))
@@ -87,14 +84,16 @@ def _record_of(run: Run) -> RunRecord | None:
     return record
 
 
-def _preflight(config: Config, model_config: Model, before: SavedSchedule | None) -> prediction.Preflight:
+def _preflight(config: Config, model_config: Model, folder: Path) -> prediction.Preflight:
     """Return the prediction of the run, with what its plan promised, which a resumed run has in memory.json."""
-    predicted = prediction.preflight(config, model_config, before)
+    schedule = None
+    if config.resume is not None and config.recompute != "none":
+        schedule = read_memory(folder).get("schedule")
+    predicted = prediction.preflight(config, model_config, schedule and SavedSchedule(**schedule))
     if config.plan is None or config.resume is not None:
         return predicted
     plan = read_plan(config.plan)
-    values = compose.flat(compose.to_plain(config), ".")
-    entry = plan_entry(plan.options, plan.promise, values)
+    entry = plan_entry(plan.options, plan.promise, compose.flat(compose.to_plain(config), "."))
     return predicted._replace(memory={**predicted.memory, "plan": entry})
 
 

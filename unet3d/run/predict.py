@@ -1,6 +1,6 @@
 """A trained network applied to files and arrays: images in, label maps out on each input's own grid.
 
-`unet3d.load("net.pt").segment(image)` is for Python, `Segmenter.to_file` for the command predict.
+`unet3d.load("net.pt").segment(image)` is for Python, `.segmenter.to_file` for the command predict.
 """
 
 import dataclasses
@@ -142,21 +142,6 @@ class Segmenter:
         return volume, self.predictor.strips(torch.from_numpy(image), case.named)
 
 
-def open_segmenter(
-    path: Path,
-    device: str,
-    mirror: bool | None = None,
-    model_path: str | None = None,
-    batch: int | str | None = None,
-    overlap: float | str | None = None,
-) -> Segmenter:
-    """Return the segmenter of a run's or a published checkpoint, with its origin.
-
-    Raises CheckpointError, or UserError (device).
-    """
-    return segmenter(read_networks(path, model_path), device, mirror, batch, overlap)
-
-
 def segmenter(
     trained: TrainedNetworks,
     device: str,
@@ -166,8 +151,8 @@ def segmenter(
 ) -> Segmenter:
     """Return the segmenter of these networks; `mirror`, `batch`, `overlap` None: as validated.
 
-    `batch` is of windows. Where it is auto and a GPU has not enough free, there are fewer at once. Raises as
-    `open_segmenter`, and UserError for a value out of the range that the option has.
+    `batch` is of windows. Where it is auto and a GPU has not enough free, there are fewer at once. Raises
+    CheckpointError, and UserError for a device or a value that the options do not have.
     """
     arguments = {"mirror": mirror, "batch": batch, "overlap": overlap}
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
@@ -312,6 +297,6 @@ def load(
     CheckpointError, UserError.
     """
     path = Path(path)
-    opened = open_segmenter(path, device, mirror, model, batch, overlap)
+    opened = segmenter(read_networks(path, model), device, mirror, batch, overlap)
     refuse_large_window(opened.predictor, path)
     return Network(opened.classes, opened.channels, opened)

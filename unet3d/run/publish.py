@@ -145,7 +145,10 @@ def score(
         write_text(out / SCORES, text)
     except OSError as error:
         raise not_saved(out / SCORES, error) from error
-    return _title(networks, has_own_grids)
+    count = len(networks.weights)
+    average = ", average of the weights" if networks.is_average else ""
+    which = f"mean of {count} networks" if count > 1 else f"step {networks.step}{average}"
+    return f"{SCORES_TITLE}, {path} ({which}){f', {OWN_GRIDS}' if has_own_grids else ''}"
 
 
 def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection[str]) -> Data:
@@ -193,14 +196,6 @@ def _scores(
     scores = evaluate(segmenter, held_out, reader, hd95=True, title="scoring", keep=keep)
     text = metrics.csv_text([*scores], dataset.classes)
     return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
-
-
-def _title(networks: TrainedNetworks, has_own_grids: bool) -> str:
-    grid = f", {OWN_GRIDS}" if has_own_grids else ""
-    count = len(networks.weights)
-    average = ", average of the weights" if networks.is_average else ""
-    which = f"mean of {count} networks" if count > 1 else f"step {networks.step}{average}"
-    return f"{SCORES_TITLE}, {networks.path} ({which}){grid}"
 
 
 def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import read_lines, read_text, write_json, write_text
 from unet3d.config.schema import Config
-from unet3d.memory.tables import NAMES, SavedSchedule, folded
+from unet3d.memory.tables import NAMES, folded
 
 if TYPE_CHECKING:
     import torch
@@ -216,15 +216,12 @@ class MemoryFile:
         """Read what is there. A resumed run keeps the first step that an earlier process measured."""
         self._path = folder / "memory.json"
         self._values = read_memory(folder)
-        self._before: Mapping[str, Any] = self._values if is_resumed else {}
+        self._before: Mapping[str, Any] = dict(self._values) if is_resumed else {}
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Add or replace these entries. Raises OSError."""
-        changed = dict(self._values)
-        for name, value in values.items():
-            changed[name] = folded(value, MOST_ITEMS) if name in KINDS else value
-        self._values = changed
-        write_json(self._path, changed)
+        self._values |= {name: folded(value, MOST_ITEMS) if name in KINDS else value for name, value in values.items()}
+        write_json(self._path, self._values)
 
     def add_measured(self, parameters: int, measured: Mapping[str, Any]) -> None:
         """Add the measured step, and how far the predicted peak is from its peak. Raises OSError."""
@@ -254,12 +251,6 @@ def _with_first_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
         elif isinstance(value, dict):
             merged[key] = _with_first_of(before.get(key, {}), value)
     return merged
-
-
-def saved_schedule(folder: Path) -> SavedSchedule | None:
-    """Return the schedule that the run in a folder took; None without one."""
-    schedule = read_memory(folder).get("schedule")
-    return None if schedule is None else SavedSchedule(**schedule)
 
 
 def read_memory(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The training state of a run: what its checkpoints hold, which of them are kept, and how a run goes on from one."""
+"""The training state of a run: what its checkpoints hold, which of them are kept, and how a run is resumed from one."""
 
 import dataclasses
 import textwrap
@@ -28,14 +28,14 @@ DatasetFingerprint = dict[str, Any]
 
 
 def seed_per_rank(seed: int, step: int) -> None:
-    """Give each rank but the first random numbers of its own from here on, for dropout."""
+    """Give each rank but the first its own random numbers from here on, for dropout."""
     if ranks.RANK:
         generator = np.random.default_rng([seed, step, ranks.RANK])
         torch.manual_seed(int(generator.integers(2**63)))
 
 
 def rate_change(before: Config, now: Config, step: int) -> str:
-    """Return what the learning rate does after `step` where options changed; "" where it goes on as it was.
+    """Return what the learning rate does after `step` where options changed; "" where it stays as planned before.
 
     A schedule that has come to its end begins anew high up if it gets more steps.
     """
@@ -70,9 +70,7 @@ class TrainingState:
         return {
             "config": compose.to_plain(self.config),
             "model_options": dataclasses.asdict(self.model_config),
-            "classes": self.fingerprint["classes"],
-            "channels": self.fingerprint["channels"],
-            "intensity": self.fingerprint["intensity"],
+            **{name: self.fingerprint[name] for name in ("classes", "channels", "intensity")},
             "seen": None if self.seen is None else dataclasses.asdict(self.seen),
             "fingerprint": self.fingerprint,
             "step": step,
@@ -124,16 +122,13 @@ class TrainingState:
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Load the moments and counts; the options in the parameter groups stay as the config has them."""
-        groups = []
-        own_groups = self.optimizer.state_dict()["param_groups"]
-        for own_group, group in zip(own_groups, state["param_groups"], strict=True):
-            if optim.COUNT in group:
-                own_group = own_group | {optim.COUNT: group[optim.COUNT]}
-            groups.append(own_group)
+        groups = self.optimizer.state_dict()["param_groups"]
+        for own_group, group in zip(groups, state["param_groups"], strict=True):
+            own_group |= {name: group[name] for name in (optim.COUNT,) if name in group}
         self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
 
     def _load_random_state(self, state: dict[str, Any]) -> None:
-        """Load the state of this rank's random numbers; a rank that was not there before gets a seed of its own."""
+        """Load the state of this rank's random numbers; a rank that was not there before gets its own seed."""
         states = [(state["rng"], state["cuda_rng"]), *state["ranks"]]
         if len(states) <= ranks.RANK:
             seed_per_rank(self.config.seed, state["step"])
@@ -166,7 +161,7 @@ class CheckpointManager:
         self.save_last(step, step)
 
     def save_last(self, step: int, last_validation: int) -> None:
-        """Save the run as it is after a step, unless it is saved. Raises NotSaved."""
+        """Save the run after a step, unless it is saved. Raises NotSaved."""
         if (step, last_validation) == self.saved:
             return
         # previous.pt is for a damaged last.pt; one of the same step would not be older
@@ -246,10 +241,8 @@ def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerp
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
     """Raise UserError if the data or the precision has changed since the run began."""
     _refuse_other_files(before["files"], now["files"])  # first, as the scale of CT follows from labels
-    changes = []
-    for name in now:
-        if name != "files" and before.get(name) != now[name]:
-            changes.append(f"{name}: {_short(before.get(name))} -> {_short(now[name])}")
+    differing = [name for name in now if name != "files" and before.get(name) != now[name]]
+    changes = [f"{name}: {_short(before.get(name))} -> {_short(now[name])}" for name in differing]
     if changes:
         raise UserError(f"resume: the data or the precision changed since the run began: {'; '.join(changes)}")
 
