@@ -112,7 +112,10 @@ def _case_name(file: Path, count: int, by_channel: bool, affine: str) -> str:
 
 
 def _case(name: str, files: Sequence[Path], count: int) -> Case:
-    """Return the files of one name as a case. Raises UserError."""
+    """Return the files of one name as a case, with other channels' that lie there, but were not given.
+
+    Raises UserError.
+    """
     listed = ", ".join(map(str, files))
     refuse_long(files[0].parent, name)
     stems = {stem(file) for file in files}
@@ -120,20 +123,14 @@ def _case(name: str, files: Sequence[Path], count: int) -> Case:
         raise UserError(f"{name}: has {len(files)} files ({listed}); this network takes {count} channels")
     if len(files) > count:
         raise UserError(f"{name}: {len(files)} files of one name ({listed}); their label maps would be one file")
-    return Case(name, in_order(name, _with_channels(name, files, count), count), None)
-
-
-def _with_channels(name: str, files: Sequence[Path], count: int) -> list[Path]:
-    """Return one channel's files with those of the others that lie there, but were not given. Raises UserError."""
-    given = {stem(file) for file in files}
     wanted = {f"{name}_{channel:04d}" for channel in range(count)}
     found = list(files)
-    if count > 1 and given < wanted:
+    if count > 1 and stems < wanted:
         with suppress(OSError):
-            found += [file for file in volumes_in(files[0].parent) if stem(file) in wanted - given]
+            found += [file for file in volumes_in(files[0].parent) if stem(file) in wanted - stems]
     if len(found) > count:
         raise UserError(f"{name}: {', '.join(map(str, found))}: two files of one channel; give those to segment")
-    return found
+    return Case(name, in_order(name, found, count), None)
 
 
 class Origins:

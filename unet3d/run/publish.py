@@ -263,17 +263,11 @@ class Gain(NamedTuple):
         return [self.name, str(self.cases), str(self.changed), *means, "yes" if self.is_kept else "no"]
 
 
-class Fold(NamedTuple):
-    """A finished run, and the cases that it held out and wrote label maps of."""
+def _label_maps(folder: Path) -> list[tuple[Case, Path, DatasetInfo, LabelValues]]:
+    """Return each held-out case of a fold with its label map, the data set, and the values in the map.
 
-    folder: Path
-    dataset: DatasetInfo
-    held_out: tuple[Case, ...]
-    values: tuple[int, ...]  # of the classes in its label maps
-
-
-def read_fold(folder: Path) -> Fold:
-    """Return a fold from its run folder. Raises UserError where it is not finished, or the data are not there."""
+    Raises UserError where the fold is not finished, or the data are not there.
+    """
     values = read_yaml(folder / "config.yaml")
     if not is_done(folder) or not isinstance(values, dict):
         raise UserError(f"{folder}: this fold is not finished; go on with: python train.py resume={folder}")
@@ -281,14 +275,19 @@ def read_fold(folder: Path) -> Fold:
     if options.semi:
         raise UserError(f"{folder}: data.semi holds out slices, whose components are none of volumes")
     dataset = read_dataset(options)
+    written = LabelValues.written(written_values(options, dataset.label_count))
     cases = {case.id: case for case in dataset.cases if case.label is not None}
-    names = read_run(folder).split.get("val", [])
-    missing = [name for name in names if name not in cases]
-    if missing or not names:
-        what = f"no labelled case {missing[0]} in the data" if missing else "split.json names no case"
-        raise UserError(f"{folder}: {what}; give the data set that the run had")
-    held_out = tuple(cases[name] for name in names)
-    return Fold(folder, dataset, held_out, written_values(options, len(dataset.classes)))
+    maps = []
+    for name in read_run(folder).split.get("val", []):
+        path = folder / "predictions" / f"{name}.nii.gz"
+        if name not in cases:
+            raise UserError(f"{folder}: no labelled case {name} in the data; give the data set that the run had")
+        if not path.is_file():
+            raise UserError(f"{path}: no such label map; write it again: python train.py resume={folder}")
+        maps.append((cases[name], path, dataset, written))
+    if not maps:
+        raise UserError(f"{folder}: split.json names no case; give the data set that the run had")
+    return maps
 
 
 def component_gains(folders: Sequence[Path]) -> list[Gain]:
@@ -296,14 +295,18 @@ def component_gains(folders: Sequence[Path]) -> list[Gain]:
 
     Of regions none: they overlap, and a voxel that leaves one may still be in another. Raises UserError.
     """
-    folds = [read_fold(folder) for folder in folders]
-    if any(fold.dataset.regions is not None for fold in folds):
+    maps = [one for folder in folders for one in _label_maps(folder)]
+    datasets = [dataset for _, _, dataset, _ in maps]
+    if any(dataset.regions is not None for dataset in datasets):
         return []
-    classes = folds[0].dataset.classes
-    if any(fold.dataset.classes != classes for fold in folds):
+    classes = datasets[0].classes
+    if any(dataset.classes != classes for dataset in datasets):
         raise UserError(f"{folders[0]}: the folds have different classes; compare those of one data set")
-    pairs = [(fold, case) for fold in folds for case in fold.held_out]
-    scores = [_fold_scores(fold, case) for fold, case in progress.track(pairs, "removing components", len(pairs))]
+    scores = []
+    for case, path, dataset, values in progress.track(maps, "removing components", len(maps)):
+        prediction, _ = read_label_map(case, path, values)
+        cleaned = largest_components(prediction, range(1, len(classes)))
+        scores.append(score_on_own_grid(case, [prediction, cleaned], dataset, hd95=False))
     gains = []
     for number, name in enumerate(classes[1:], start=1):
         before = [old.dice[number - 1] for old, _ in scores]
@@ -312,16 +315,6 @@ def component_gains(folders: Sequence[Path]) -> list[Gain]:
         changed = sum(old != new for old, new in zip(before, after, strict=True))
         gains.append(Gain(number, name, cases, changed, metrics.mean_of(before), metrics.mean_of(after)))
     return gains
-
-
-def _fold_scores(fold: Fold, case: Case) -> list[metrics.CaseScore]:
-    """Return the scores of a label map, and of it with the largest components alone."""
-    path = fold.folder / "predictions" / f"{case.id}.nii.gz"
-    if not path.is_file():
-        raise UserError(f"{path}: no such label map; write it again: python train.py resume={fold.folder}")
-    prediction, _ = read_label_map(case, path, LabelValues.written(fold.values))
-    cleaned = largest_components(prediction, range(1, len(fold.dataset.classes)))
-    return score_on_own_grid(case, [prediction, cleaned], fold.dataset, hd95=False)
 
 
 def report_folds(
