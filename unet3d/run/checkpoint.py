@@ -76,7 +76,7 @@ class TrainedNetworks:
             raise CheckpointError(f"{self.path}: no network has these options ({error})") from error
         for weights in self.weights:
             checkpoint.refuse_misfit(outline, weights, self.path)
-        # One storage may stand for many weights, or for many networks; each would take memory of its own.
+        # One storage may stand for many weights, or for many networks; each would take its own memory.
         total_bytes = sum(value.nbytes for weights in self.weights for value in weights.values())
         if total_bytes > self.path.stat().st_size:
             raise CheckpointError(f"{self.path}: its weights are not all there: they are larger than the file")
@@ -204,7 +204,7 @@ def _is_optimizer_state(
     optimizer: torch.optim.Optimizer,
     options: Optim,
 ) -> bool:
-    """Return whether each tensor is one that `steps` steps of the optimizer leave, in memory of its own."""
+    """Return whether each tensor is one that `steps` steps of the optimizer leave, and shares no memory."""
     if type(steps) is not int:
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
 """Files of the command predict: which are cases, and predictions.jsonl, which network wrote which label map.
 
 A folder of label maps has this record of them, and of the images that they were made from. A label map whose file was
-named has such a record of its own, hidden, so that the folder's other files stay alone.
+named has its own record, hidden, so that the folder's other files stay alone.
 
 A line is added before a label map is written and after it, so that a process may be killed at any time, and several may
 write to one folder. The last line about a file counts.

@@ -33,7 +33,7 @@ class PretrainedWeights(NamedTuple):
     new: list[str]  # the network's other tensors
 
     def load(self, model: nn.Module) -> None:
-        """Put the weights into a network; what is new stays as it is."""
+        """Put the weights into a network; what is new is left alone."""
         model.load_state_dict(self.weights, strict=False)
         state = model.state_dict()
         for name, rows in self.head_rows.items():

@@ -73,7 +73,7 @@ class RunRecord:
 
     @property
     def has_own_grids(self) -> bool:
-        """Return whether cases are scored on their files' grids, and beside that on the network's grid."""
+        """Return whether cases are scored on their files' grids as well as on the network's grid."""
         return bool(self.scores) and any(key.startswith(NETWORK) for key in self.scores[0])
 
     @property

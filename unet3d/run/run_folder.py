@@ -100,13 +100,13 @@ def environment(device: "torch.device") -> dict[str, Any]:
         "system": platform.system(),
         **dict.fromkeys(PACKAGES),
         "commit": commit(SOURCE),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):  # unet3d run from a checkout that was never installed
             values[name] = metadata.version(name)
-    values["device"] = device.type
-    values["threads"] = torch.get_num_threads()
-    values["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if device.type == "cpu":
         from unet3d.model.half_precision import emulates_bf16
 
@@ -238,7 +238,7 @@ class MemoryFile:
         self.update(changes)
 
     def contents(self) -> dict[str, Any]:
-        """Return what `read_memory` would read from the file as it is now."""
+        """Return what `read_memory` would read from the file now."""
         return without_damaged(self._values)
 
 
@@ -309,7 +309,7 @@ def _is_step(entry: Any) -> bool:
 
 
 def sound(values: Any, node: Any = Config) -> dict[str, Any]:
-    """Return the options below `node` that have the right type, beside options that this version does not know.
+    """Return the options below `node` that have the right type, and those that this version does not know.
 
     So an option that is a number may be multiplied, and one that is a list counted, also in a file of strangers.
     """

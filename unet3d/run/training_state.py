@@ -102,7 +102,11 @@ class TrainingState:
             # The last validation measures more than the one at this step did: it is made again.
             state["last_validation"] = step - 1
         checkpoint.load_weights(self.model, state["model"], path)
-        self._load_optimizer(state["optimizer"])
+        # Moments and counts are the file's; the options in the parameter groups stay those of the config.
+        groups = self.optimizer.state_dict()["param_groups"]
+        for own_group, group in zip(groups, state["optimizer"]["param_groups"], strict=True):
+            own_group |= {name: group[name] for name in (optim.COUNT,) if name in group}
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
         self.scaler.load_state_dict(state["scaler"])
         threads = torch.get_num_threads()  # split sums on the CPU
         if self._device.type == "cpu" and ranks.RANK == 0 and state["threads"] != threads:
@@ -119,13 +123,6 @@ class TrainingState:
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load the moments and counts; the options in the parameter groups stay as the config has them."""
-        groups = self.optimizer.state_dict()["param_groups"]
-        for own_group, group in zip(groups, state["param_groups"], strict=True):
-            own_group |= {name: group[name] for name in (optim.COUNT,) if name in group}
-        self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
 
     def _load_random_state(self, state: dict[str, Any]) -> None:
         """Load the state of this rank's random numbers; a rank that was not there before gets its own seed."""
