@@ -147,29 +147,24 @@ class CheckpointManager:
 
     def save_best_and_last(self, step: int, dice: float | None) -> None:
         """Save after a validation: the best checkpoint first, since the last one records its Dice. Raises NotSaved."""
-        before = self.best
-        if dice is not None and (before is None or dice > before):
+        if dice is not None and (self.best is None or dice > self.best):
+            self._save(BEST, step, step, dice)
             self.best = dice
-            try:
-                self._save(BEST, step, step)
-            except NotSaved:
-                self.best = before
-                raise
         self.save_last(step, step)
 
     def save_last(self, step: int, last_validation: int) -> None:
         """Save the run after a step, unless it is saved. Raises NotSaved."""
         if (step, last_validation) == self.saved:
             return
-        # previous.pt is for a damaged last.pt; one of the same step would not be older
-        is_older = self.saved is not None and self.saved[0] < step
-        self._save(LAST, step, last_validation, keeps_previous=is_older)
+        self._save(LAST, step, last_validation, self.best)
         self.saved = (step, last_validation)
 
-    def _save(self, name: str, step: int, last_validation: int, keeps_previous: bool = False) -> None:
-        state = self.state.state_dict(step, last_validation, self.best)
+    def _save(self, name: str, step: int, last_validation: int, best: float | None) -> None:
+        state = self.state.state_dict(step, last_validation, best)
         folder = self.folder / "checkpoints"
-        previous = folder / PREVIOUS if keeps_previous else None
+        # previous.pt is for a damaged last.pt; one of the same step would not be older.
+        is_older = name == LAST and self.saved is not None and self.saved[0] < step
+        previous = folder / PREVIOUS if is_older else None
         ranks.on_rank0(lambda: checkpoint.save_checkpoint(folder / name, state, previous))
 
     def warn(self, error: Exception) -> None:
