@@ -30,7 +30,7 @@ from unet3d.config.schema import Data, Model
 from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid
-from unet3d.data.intensity import Intensity, normalise
+from unet3d.data.intensity import Intensity
 from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector
@@ -363,9 +363,9 @@ def test_the_files_of_a_case_are_those_of_dense_probabilities(
     nib.save(nib.Nifti1Image(voxels, affine), tmp_path / "a.nii.gz")
     case, paths = Case("a", (tmp_path / "a.nii.gz",), None), [tmp_path / "labels.nii.gz", tmp_path / "scores.nii"]
     volume = Segmenter(predictor, rules, Data(spacing=spacing)).to_file(case, *paths)
-    dense = predictor.probabilities(torch.from_numpy(normalise(volume.image, rules))).numpy()
+    dense = predictor.probabilities(torch.from_numpy(volume.image)).numpy()
     stored, target = nib.load(case.images[0]), canonical_grid(nib.load(case.images[0]))
-    matrix = np.linalg.inv(volume.affine) @ target.affine
+    matrix = np.linalg.inv(volume.grid.affine) @ target.affine
     maps = [ndimage.affine_transform(p, matrix, output_shape=target.shape, order=1, mode="nearest") for p in dense]
     labels, scores = map(nib.load, paths)
     assert scores.get_data_dtype() == np.float32 and scores.shape == (19, 41, 23, 3)

@@ -19,7 +19,7 @@ from unet3d.config.schema import Config, Data
 from unet3d.data.cases import WARNING, DatasetInfo, read_dataset
 from unet3d.data.check import check_headers, summary
 from unet3d.data.grids import drawn
-from unet3d.data.labels import region_words
+from unet3d.data.labels import written_words
 from unet3d.data.layouts.generated import phantom_outline
 from unet3d.data.prepare import prepare_data
 from unet3d.data.scan import ImageFiles
@@ -232,7 +232,7 @@ def test_a_label_map_makes_labels_of_which_the_regions_are_written_back_as_the_f
     dataset = read_dataset(data)
     assert dataset.regions == Regions(((1, 2, 3), (1, 3), (3,)), (2, 1, 3))
     assert dataset.regions is not None
-    words = region_words(data, dataset.classes, dataset.regions)
+    words = written_words(data, dataset.classes, dataset.regions)
     assert words == "0 background, 2 for whole, 1 for core, 4 for rim, later ones over earlier ones"
     data.intensity = "zscore"
     prepared = prepare_data(data)

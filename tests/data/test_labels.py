@@ -21,7 +21,7 @@ from unet3d.config.schema import Data
 from unet3d.data.cache import key_of
 from unet3d.data.cases import read_dataset
 from unet3d.data.check import check_headers, summary
-from unet3d.data.labels import numbered, proposal, written_values, written_words
+from unet3d.data.labels import class_names, proposal, written_values, written_words
 from unet3d.data.prepare import prepare_data
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.splits import split
@@ -79,7 +79,7 @@ def test_labels_are_merged_before_they_are_resampled(tmp_path: Path) -> None:
 
 def _spacing(data: Data) -> tuple[float, float, float]:
     dataset = read_dataset(data)
-    return CaseReader(dataset, None).read_volume(dataset.cases[0]).spacing
+    return CaseReader(dataset, None).read_volume(dataset.cases[0]).grid.spacing
 
 
 def test_an_ignored_label_stays_ignored(tmp_path: Path) -> None:
@@ -197,7 +197,9 @@ def test_labels_that_neither_map_nor_names_know_are_an_error(tmp_path: Path) -> 
 @without("unet3d.data.labels.MAX_LABEL", 10**6)
 def test_what_is_no_class_gets_no_proposal() -> None:
     assert proposal({-1, 1}, 2) == proposal(range(1, 200), 2) == proposal({70000}, 2) == proposal({1}, 2) == ""
-    assert numbered([0]) == numbered([0, -3]) == numbered([0, 99999]) == ""
+    for value in (-3, 99999):
+        with pytest.raises(UserError, match=r"without a gap$"):
+            class_names({0: "air", value: "a"}, None, "dataset.json")
     assert proposal({*range(1, 15), *range(20, 28)}, 15) == "" != proposal({*range(1, 15), 20}, 15), "too many to list"
 
 
@@ -323,4 +325,4 @@ def test_classes_are_written_as_labels_of_the_files_unless_one_would_be_two(
     label_map: dict | None, values: tuple[int, ...], words: str
 ) -> None:
     data = Data(label_map=label_map)
-    assert written_values(data, 3) == values and written_words(data, ("air", "a", "b")) == words
+    assert written_values(data, 3) == values and written_words(data, ("air", "a", "b"), None) == words

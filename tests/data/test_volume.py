@@ -18,10 +18,11 @@ from scipy import ndimage
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import ProbabilityBlock
+from unet3d.config.schema import Data
 from unet3d.data.cases import Case
 from unet3d.data.grids import canonical_grid, target_grid
-from unet3d.data.nifti import ValidationRules
 from unet3d.data.restore import to_original
+from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, read_volume
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
@@ -88,12 +89,12 @@ def test_a_voxel_keeps_its_place_and_its_label(tmp_path: Path, codes: str, turn:
     where = affine(codes, turn)
     path = write(tmp_path / "i.nii", stored, where)
     volume = read_volume(Case("a", (path,), write(tmp_path / "l.nii", blob(stored.shape), where)), LabelValues(3), None)
-    assert nib.aff2axcodes(volume.affine) == tuple("RAS")
+    assert nib.aff2axcodes(volume.grid.affine) == tuple("RAS")
     found = np.unravel_index(volume.image[0].argmax(), volume.image.shape[1:])
-    assert np.allclose(apply_affine(volume.affine, found), apply_affine(where, (3, 7, 2)), atol=1e-4)
+    assert np.allclose(apply_affine(volume.grid.affine, found), apply_affine(where, (3, 7, 2)), atol=1e-4)
     assert volume.label is not None
     assert volume.label[found] == blob(stored.shape)[3, 7, 2]
-    assert np.allclose(volume.spacing, nib.affines.voxel_sizes(volume.affine))
+    assert np.allclose(volume.grid.spacing, nib.affines.voxel_sizes(volume.grid.affine))
     assert volume.image.dtype == np.float32
     assert volume.image.flags.c_contiguous
     assert volume.label.flags.c_contiguous
@@ -119,7 +120,7 @@ def test_resampled_labels_return_within_a_voxel(tmp_path: Path, codes: str) -> N
     one = one_case(tmp_path, codes, shape=(40, 30, 24))
     volume = read_volume(one, LabelValues(3), [1.2, 1.2, 1.2])
     assert volume.label is not None
-    assert np.allclose(volume.spacing, 1.2)
+    assert np.allclose(volume.grid.spacing, 1.2)
     stored = np.asanyarray(nib.load(one.label).dataobj)
     returned = to_original(whole(one_hot(volume.label)), one, [1.2, 1.2, 1.2])
     assert returned.shape == stored.shape
@@ -140,12 +141,11 @@ def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
     volume = read_volume(Case("a", (path,), None), LabelValues(2), spacing)
     inner = tuple(slice(n // 3, -(n // 3)) for n in volume.image.shape[1:])
     grid = np.stack(np.meshgrid(*(np.arange(n) for n in volume.image.shape[1:]), indexing="ij"), -1)
-    assert np.allclose(volume.image[0][inner], (apply_affine(volume.affine, grid) @ slope)[inner], atol=0.05)
-    before, after = np.multiply(shape, (1, 1.5, 2.5)), np.multiply(volume.image.shape[1:], volume.spacing)
+    assert np.allclose(volume.image[0][inner], (apply_affine(volume.grid.affine, grid) @ slope)[inner], atol=0.05)
+    before, after = np.multiply(shape, (1, 1.5, 2.5)), np.multiply(volume.image.shape[1:], volume.grid.spacing)
     assert np.all(np.abs(before - after) <= np.array(spacing) / 2 + 1e-6)
-    centres = [
-        apply_affine(m, (np.array(n) - 1) / 2) for m, n in ((where, shape), (volume.affine, volume.image.shape[1:]))
-    ]
+    grids = ((where, shape), (volume.grid.affine, volume.image.shape[1:]))
+    centres = [apply_affine(affine, (np.array(size) - 1) / 2) for affine, size in grids]
     assert np.allclose(*centres, atol=1e-4)
 
 
@@ -160,7 +160,7 @@ def test_resampled_labels_lie_where_their_image_lies(tmp_path: Path, spacing: li
     volume = read_volume(Case("a", paths[:1], paths[1]), LabelValues(2), spacing)
     assert volume.label is not None
     before = apply_affine(where, np.argwhere(ball)).mean(0)
-    after = apply_affine(volume.affine, np.argwhere(volume.label)).mean(0)
+    after = apply_affine(volume.grid.affine, np.argwhere(volume.label)).mean(0)
     assert np.abs(after - before).max() < 0.1
     assert volume.label.sum() * np.prod(spacing) == pytest.approx(ball.sum(), rel=0.05)
 
@@ -355,7 +355,7 @@ def test_values_that_float32_cannot_tell_apart_are_refused(
 
 
 def test_values_that_float32_cannot_tell_apart_are_refused_beside_some_that_are_replaced(tmp_path: Path) -> None:
-    accepted = ValidationRules(nonfinite=True)
+    accepted = ImageFiles(Data(nonfinite="zero"))
     one = case(tmp_path, changed(1e9 + np.arange(120.0).reshape(6, 5, 4), np.nan), label())
     with pytest.raises(UserError, match=rf"^a: {one.images[0]}: .*float32"):
         read_volume(one, LabelValues(3), None, accepted)

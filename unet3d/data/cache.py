@@ -5,14 +5,11 @@ at all; two processes that need the same one at once may both write it, with the
 bytes are mapped as numbers. Any may be removed at any time: what is missing is computed anew.
 """
 
-import functools
 import hashlib
 import json
 import os
 import resource
-import stat
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +24,7 @@ from unet3d.base.files import open_regular, remove_abandoned, replacing
 from unet3d.data.patches import PreparedCase
 from unet3d.data.scan import sampled_blocks
 
+VERSIONS = [version(name) for name in ("nibabel", "numpy", "scipy")]  # of the libraries that prepare cases
 FORMAT = 3  # raise it with every change to what is computed for a key, or to how it is written
 ALIGNMENT = 64  # bytes that an array's place in its file is a multiple of; its shape is in as many before it
 DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with two: of a sample of what follows, and of all of it
@@ -49,12 +47,7 @@ KINDS = {  # type and number of axes of each array
 
 def key_of(*values: object) -> str:
     """Return the digest of plain values, of this format, and of the versions of the libraries that prepare cases."""
-    return hashlib.sha256(json.dumps([FORMAT, _versions(), values]).encode()).hexdigest()
-
-
-@functools.cache
-def _versions() -> list[str]:
-    return [version(name) for name in ("nibabel", "numpy", "scipy")]
+    return hashlib.sha256(json.dumps([FORMAT, VERSIONS, values]).encode()).hexdigest()
 
 
 def folder(path: str | None) -> Path:
@@ -107,9 +100,7 @@ class DiskCache:
 
     def holds(self, key: str) -> bool:
         """Return whether the file of the key has been written."""
-        with suppress(OSError):
-            return stat.S_ISREG(self._path(key).lstat().st_mode)
-        return False
+        return os.path.isfile(self._path(key))
 
     def room(self) -> int:
         """Return the free bytes of its disk, once what killed processes have left is removed."""

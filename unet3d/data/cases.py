@@ -42,9 +42,7 @@ class Case(NamedTuple):
     @property
     def files(self) -> tuple[Path, ...]:
         """Its image files, and its label map if it has one."""
-        if self.label is None:
-            return self.images
-        return (*self.images, self.label)
+        return self.images if self.label is None else (*self.images, self.label)
 
     @property
     def named(self) -> str:

@@ -14,15 +14,14 @@ from unet3d.base.errors import UserError
 from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Data, Model
-from unet3d.data import nifti
 from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
 from unet3d.data.grids import Grid
 from unet3d.data.labels import likely_ignored, misread, options_for
-from unet3d.data.nifti import ValidationRules, in_one_line, two_places
+from unet3d.data.nifti import in_one_line, read_image, replacement, two_places
 from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, leaks, oddities, read_grid, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.texts import shown_names
-from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_label_map
+from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_classes
 from unet3d.model import geometry
 
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
@@ -35,7 +34,6 @@ class Content(NamedTuple):
     digest: bytes
     labels: frozenset[int]
     kept: frozenset[int]
-    warnings: list[str]
 
 
 class DatasetCheck(NamedTuple):
@@ -65,9 +63,9 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> Data
     unknown = list[UnknownLabels]()
     places = list[str]()
     for case in progress.track(cases, "checking cases", len(cases)):
-        files = ImageFiles()
+        files = ImageFiles(data)
         with files.kept_open():
-            headers[case.id] = scan_case(dataset, case, data, files)
+            headers[case.id] = scan_case(dataset, case, files)
             lines += headers[case.id].lines
             if case.label is None:
                 what = "has no label map; it is neither learned from nor scored"
@@ -76,13 +74,11 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> Data
                 lines += [f"{WARNING}{case.id}: {path}: {oddity}" for oddity in oddities(image, case.affine)]
                 apart = two_places(image.header, case.affine)
                 places += [f"{WARNING}{case.id}: {path}: {apart}"] if apart else []
-            found = _read_content(dataset, case, files, data)
-        if isinstance(found, Content):
-            contents[case.id] = found
-            lines += found.warnings
-            continue
-        lines += map(str, found)
-        unknown += [error for error in found if isinstance(error, UnknownLabels)]
+            content, errors, warnings = _read_content(dataset, case, files)
+        if content is not None:
+            contents[case.id] = content
+        lines += [*map(str, errors), *warnings]
+        unknown += [error for error in errors if isinstance(error, UnknownLabels)]
     lines += [*_warnings_of_sizes(headers), *in_one_line(places)]
     options: tuple[str, ...] = getattr(dataset.wrong_labels, "options", ())
     if unknown:
@@ -95,16 +91,12 @@ def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> Data
 
 
 def check_headers(
-    dataset: DatasetInfo,
-    cases: Sequence[Case],
-    data: Data,
-    files: ImageFiles | None = None,
-    fingerprint: str | None = None,
+    dataset: DatasetInfo, cases: Sequence[Case], data: Data, files: ImageFiles | None = None, hashes: bool = False
 ) -> DatasetCheck:
-    """Return the headers of `cases`, and all problems that they and the split show; `fingerprint`: with hashes."""
-    files = files or ImageFiles()
+    """Return the headers of `cases`, with `hashes` if asked for, and all problems that they and the split show."""
+    files = files or ImageFiles(data)
     tracked = progress.track(cases, "checking cases", len(cases))
-    headers = {case.id: scan_case(dataset, case, data, files, fingerprint) for case in tracked}
+    headers = {case.id: scan_case(dataset, case, files, hashes) for case in tracked}
     lines = [line for header in headers.values() for line in header.lines]
     lines += _warnings_of_sizes(headers)
     return DatasetCheck(headers, [*lines, *_split_problems(dataset, data, {})])
@@ -127,7 +119,7 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         return
     if not data.semi:
         digests = {case_id: content.digest for case_id, content in contents.items()}
-        yield from leaks(train, val, digests, ValidationRules.of(data), ImageFiles())
+        yield from leaks(train, val, digests, ImageFiles(data))
     for note in unused(dataset, data, train, val):
         if not contents or "label map" not in note:  # else each such case has its line
             yield f"{WARNING}{note}"
@@ -148,14 +140,15 @@ def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Con
         yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
 
 
-def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Data) -> Content | list[UserError | str]:
-    """Return the content of a case; where it is not sound, what is wrong with those files that have a sound header."""
-    errors = list[UserError | str]()
+def _read_content(
+    dataset: DatasetInfo, case: Case, files: ImageFiles
+) -> tuple[Content | None, list[UserError], list[str]]:
+    """Return the content of a case, None where it is not sound; errors of files with a sound header; and warnings."""
+    errors = list[UserError]()
     warnings = list[str]()
     labels = frozenset[int]()
     kept = frozenset[int]()
     channels = list[bytes]()  # their digests
-    rules = ValidationRules.of(data)
     values = LabelValues.of_files(dataset)
     if not dataset.label_count:  # no class is known, so that any label will do
         values = values._replace(classes=MAX_LABEL + 1)
@@ -164,22 +157,21 @@ def _read_content(dataset: DatasetInfo, case: Case, files: ImageFiles, data: Dat
         try:
             with files.opened(case, path) as file:
                 if path == case.label:
-                    label, header = read_label_map(case, path, values, file)
-                    labels = kept = _occurring(label)
-                    if data.spacing is not None:
-                        kept = _occurring(on_network_grid(label, case, header, data.spacing, dataset.ignore))
+                    label = read_classes(file, values)
+                    labels = _occurring(label)
+                    kept = _occurring(on_network_grid(label, case, file.image, files.options.spacing, dataset.ignore))
                     continue
-                voxels, nonfinite = nifti.read_image(file, rules)
+                voxels, nonfinite = read_image(file, files.replaces_nonfinite)
             channels += map(channel_digest, voxels)
             if nonfinite:
-                warnings.append(f"{WARNING}{case.id}: {path}: {nifti.replacement(nonfinite)}")
+                warnings.append(f"{WARNING}{case.id}: {path}: {replacement(nonfinite)}")
         except UserError as error:
             errors.append(error)
     if errors or len(paths) < len(case.files):
-        return [*errors, *warnings]
+        return None, errors, warnings
     if case.label is not None and labels <= {0, dataset.ignore}:
         warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return Content(image_digest(channels), labels, kept, warnings)
+    return Content(image_digest(channels), labels, kept), errors, warnings
 
 
 def _occurring(label: np.ndarray) -> frozenset[int]:
@@ -205,14 +197,13 @@ def _with_label_map(
         return ()
     remedy = f"add {shlex.join(options)}"
     first = unknown[0].alone
-    place = lines.index(str(unknown[0]))
-    if len(unknown) == 1:
-        lines[place] = f"{first}; correct the file, or {remedy}"
-        return options
-    held = shown_names([str(label) for label in sorted({0, *labels})])
-    listed_before = {str(error) for error in unknown}
-    lines[place] = f"{dataset.name}: the label maps of {len(unknown)} cases hold {held}: {remedy} (the first: {first})"
-    lines[place + 1 :] = [line for line in lines[place + 1 :] if line not in listed_before]
+    line = f"{first}; correct the file, or {remedy}"
+    if len(unknown) > 1:
+        held = f"the label maps of {len(unknown)} cases hold {shown_names(sorted({0, *labels}))}"
+        line = f"{dataset.name}: {held}: {remedy} (the first: {first})"
+    lines[lines.index(str(unknown[0]))] = line
+    for error in unknown[1:]:
+        lines.remove(str(error))
     return options
 
 

@@ -13,9 +13,8 @@ from nibabel.orientations import inv_ornt_aff
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import THRESHOLD
-from unet3d.data import nifti
 from unet3d.data.cases import Case
-from unet3d.data.nifti import FORMS, affine_if_sound, problem
+from unet3d.data.nifti import FORMS, MAX_VOXELS, affine_if_sound, channels, problem
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
@@ -44,6 +43,14 @@ class Grid(NamedTuple):
         """Return whether the voxels of both grids are the same."""
         return self.shape == other.shape and np.allclose(self.affine, other.affine)
 
+    def distance(self, other: "Grid") -> float:
+        """Return how far, in voxels of this grid, its corners lie from the other's; infinite for another size."""
+        if self.shape != other.shape:
+            return np.inf
+        corners = np.array(list(product(*((0, n - 1) for n in self.shape))))
+        matrix = np.linalg.inv(self.affine) @ other.affine
+        return float(np.abs(apply_affine(matrix, corners) - corners).max())
+
 
 def canonical_grid(image: nib.Nifti1Image) -> Grid:
     """Return the grid of the file's voxels with axes that run closest to right, anterior, superior (RAS+)."""
@@ -65,9 +72,9 @@ def target_grid(case: Case, image: nib.Nifti1Image, spacing: Sequence[float] | N
     x, y, z = (max(1, round(n / r)) for n, r in zip(grid.shape, ratio, strict=True))
     voxels = prod((x, y, z))
     stored = prod(grid.shape)
-    if voxels > min(nifti.MAX_VOXELS, MAX_GROWTH * stored):
+    if voxels > min(MAX_VOXELS, MAX_GROWTH * stored):
         what = f"needs {x}x{y}x{z} voxels at data.spacing={spacing} mm; widen it: {voxels / stored:,.0f} times the"
-        limit = f"at most {MAX_GROWTH} times, and {nifti.MAX_VOXELS:,} voxels"
+        limit = f"at most {MAX_GROWTH} times, and {MAX_VOXELS:,} voxels"
         raise problem(case.id, case.images[0], f"{what} {stored:,} stored, {limit}")
     step = np.diag([*ratio, 1])
     step[:3, 3] = (np.subtract(grid.shape, 1) - ratio * np.subtract((x, y, z), 1)) / 2
@@ -82,10 +89,10 @@ def contradictions(case: Case, headers: Headers, accepts_apart: bool = False) ->
     """
     first = headers.get(case.images[0])
     for path, image in headers.items():
-        if nifti.channels(image) > 1 and path == case.label:
+        if channels(image) > 1 and path == case.label:
             what = f"has shape {image.shape}; a label map is X,Y,Z with one integer per voxel, as a one-hot's argmax"
             yield problem(case.id, path, what), False
-        elif nifti.channels(image) > 1 and len(case.images) > 1:
+        elif channels(image) > 1 and len(case.images) > 1:
             yield problem(case.id, path, f"has shape {image.shape}, but is one channel of several"), False
         misfit = "" if first is None else _misfit(case, first, image)
         if first is not None and misfit:
@@ -96,48 +103,33 @@ def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image) -> str:
     """Return how an image differs from the grid of the first, and what helps; "" if it does not differ."""
     path = case.images[0]
     size = first.shape[:3]
-    is_of_size = image.shape[:3] == size
-    distance = corner_distance(size, first.affine, image.affine) if is_of_size else np.inf
+    distance = Grid(size, first.affine).distance(Grid(image.shape[:3], image.affine))
     if distance <= SAME_GRID:
         return ""
     axes, axes_of_first = ("".join(nib.aff2axcodes(one.affine)) for one in (image, first))
-    if axes != axes_of_first and _are_near(canonical_grid(first), canonical_grid(image)):
+    if axes != axes_of_first and canonical_grid(first).distance(canonical_grid(image)) <= SAME_GRID:
         what = f"has the grid of {path} with other axes ({axes}, not {axes_of_first})"
         return f"{what}; reorient it to {axes_of_first}, no voxel has to be resampled"
-    if not is_of_size:
+    if image.shape[:3] != size:
         return f"has {image.shape[:3]} voxels, not the {size} of {path}; resample it onto the image's grid"
     what = f"lies up to {distance:.3g} voxels away from {path}"
     remedy = "resample it onto the image's grid"
     for form in FORMS:
-        affines = [affine_if_sound(one.header, form) for one in (first, image)]
-        if affines[0] is None or affines[1] is None:
-            continue
-        if corner_distance(size, affines[0], affines[1]) <= SAME_GRID:
+        affine, other = (affine_if_sound(one.header, form) for one in (first, image))
+        if affine is not None and other is not None and Grid(size, affine).distance(Grid(size, other)) <= SAME_GRID:
             return f"{what}, but by their {form} both have one grid: add data.affine={form}, or {remedy}"
     return f"{what}; {remedy}"
 
 
-def _are_near(first: Grid, other: Grid) -> bool:
-    """Return whether the corners of two grids are within rounding."""
-    return first.shape == other.shape and corner_distance(first.shape, first.affine, other.affine) <= SAME_GRID
-
-
-def corner_distance(size: tuple[int, ...], first: np.ndarray, other: np.ndarray) -> float:
-    """Return the largest distance, in voxels of the first, between corners of volumes of this size by two affines."""
-    corners = np.array(list(product(*((0, n - 1) for n in size))))
-    matrix = np.linalg.inv(first) @ other
-    return float(np.abs(apply_affine(matrix, corners) - corners).max())
-
-
-def foreign_units(case: Case, headers: Headers) -> list[UserError]:
-    """Return a line for the first file of the case whose lengths are not in mm, if there is one."""
+def foreign_units(case: Case, headers: Headers) -> Iterator[UserError]:
+    """Yield a line for the first file of the case whose lengths are not in mm, if there is one."""
     for path, image in headers.items():
         code = int(image.header["xyzt_units"]) % 8
         if code not in MM:
             unit = UNITS.get(code, f"a unit of code {code}")
             what = f"lengths are in {unit}; they are taken for mm, in data.spacing and in distances"
-            return [problem(case.id, path, what)]
-    return []
+            yield problem(case.id, path, what)
+            return
 
 
 def resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.ndarray:
@@ -185,9 +177,7 @@ def drawn(probabilities: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
 
     `probabilities` yields a region's label and its map, one region at a time in memory.
     """
-    labels = np.zeros(0, np.uint16)
+    labels = np.zeros((), np.uint16)
     for label, probability in probabilities:
-        if not labels.size:
-            labels = np.zeros(probability.shape, np.uint16)
-        labels[probability > THRESHOLD] = label
+        labels = np.where(probability > THRESHOLD, np.uint16(label), labels)
     return labels

@@ -35,16 +35,11 @@ class Intensity:
     std: float = 1.0
 
 
-def _kinds(choice: str, channels: Sequence[str]) -> list[str]:
-    """Return the kind of rule of each channel for data.intensity."""
+def kinds_of(choice: str, channels: Sequence[str]) -> list[str]:
+    """Return the kind of rule of each channel for data.intensity; `ct` follows from the training cases' foreground."""
     if choice != "auto":
         return [choice for _ in channels]
     return ["ct" if name.upper() == "CT" else "zscore" for name in channels]
-
-
-def needs_foreground(choice: str, channels: Sequence[str]) -> bool:
-    """Return whether a rule follows from the foreground of the training cases."""
-    return "ct" in _kinds(choice, channels)
 
 
 def foreground_sample(image: np.ndarray, label: np.ndarray, ignore: int | None) -> np.ndarray:
@@ -52,13 +47,12 @@ def foreground_sample(image: np.ndarray, label: np.ndarray, ignore: int | None) 
     is_used = label > 0
     if ignore is not None:
         is_used &= label != ignore
-    voxels = image[:, is_used]
-    return voxels[:, subsample_indices(voxels.shape[1], SAMPLED_VOXELS)]
+    return sampled(image[:, is_used])
 
 
 def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[np.ndarray]) -> tuple[Intensity, ...]:
     """Return one rule a channel; `foreground` yields intensities (C, n) of training cases, used only for CT."""
-    kinds = _kinds(choice, channels)
+    kinds = kinds_of(choice, channels)
     if "ct" not in kinds:
         return tuple(Intensity(kind) for kind in kinds)
     values = np.concatenate(list(foreground), axis=1)
@@ -100,31 +94,24 @@ def checked_intensity(values: Any) -> Intensity:
 
 
 def normalise(image: np.ndarray, rules: Sequence[Intensity]) -> np.ndarray:
-    """Return float32 C X Y Z with each channel's rule applied; a constant channel becomes 0."""
-    normal = [_apply(channel, rule) for channel, rule in zip(image, rules, strict=True)]
-    return np.stack(normal)
-
-
-def normalise_in_place(image: np.ndarray, rules: Sequence[Intensity]) -> None:
-    """Apply each channel's rule to an image, float32 C X Y Z, a channel at a time in memory."""
+    """Return an image, float32 C X Y Z, once each channel's rule is applied in place; a constant channel becomes 0."""
     for channel, rule in zip(image, rules, strict=True):
         channel[...] = _apply(channel, rule)
+    return image
 
 
 def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
-    """Return a channel (X, Y, Z) with the rule applied, float32."""
+    """Return a channel with the rule applied."""
     if rule.kind == "none":
-        return channel.astype(np.float32)
+        return channel
+    mean, std = rule.mean, rule.std
     if rule.kind == "ct":
-        clipped = channel.clip(rule.low, rule.high)
-        scaled: np.ndarray = (clipped - rule.mean) / rule.std
-        return scaled.astype(np.float32)
-    mean = channel.mean(dtype=np.float64)
-    std = 1.0
-    if channel.min() < channel.max():
-        std = channel.std(dtype=np.float64)
+        channel = channel.clip(rule.low, rule.high)
+    else:
+        mean = channel.mean(dtype=np.float64)
+        std = channel.std(dtype=np.float64) if channel.min() < channel.max() else 1.0
     normal: np.ndarray = (channel - mean) / std
-    return normal.astype(np.float32)
+    return normal
 
 
 @dataclass(frozen=True)
@@ -149,11 +136,12 @@ class SeenChannel:
         low, high = (rule.low, rule.high) if rule.kind == "ct" else self.span
         shares = _beyond(voxels, rule, self.span)
         odd = []
-        ends = (shares[0], self.below, f"below {low:g}"), (shares[1], self.above, f"above {high:g}")
-        for share, seen, where in ends:
-            limit = f"at most {_percent(seen[1])}" if share > seen[1] else f"at least {_percent(seen[0])}"
-            words = f"{_percent(share)} of its voxels are {where}, in training {limit}: other units?"
-            odd.append((max(share - seen[1], seen[0] - share), words))
+        for share, (least, most), end in zip(
+            shares, (self.below, self.above), (f"below {low:g}", f"above {high:g}"), strict=True
+        ):
+            limit = f"at most {_percent(most)}" if share > most else f"at least {_percent(least)}"
+            words = f"{_percent(share)} of its voxels are {end}, in training {limit}: other units?"
+            odd.append((max(share - most, least - share), words))
         excess, words = max(odd)
         is_far = excess > OTHER_SHARE or (excess > 0 and max(shares) == 1)
         if rule.kind != "zscore" and is_far:
@@ -239,8 +227,7 @@ def _percentiles(voxels: np.ndarray) -> Range:
 def _beyond(voxels: np.ndarray, rule: Intensity, span: Range) -> Range:
     """Return the shares of voxels (n) that the rule has clipped at its low and at its high end; else beyond `span`."""
     if rule.kind == "ct":
-        ends = np.array([rule.low, rule.high], np.float32).reshape(1, 2, 1, 1)
-        low, high = normalise(ends, [rule]).ravel()
+        low, high = _apply(np.array([rule.low, rule.high], np.float32), rule)
         return float((voxels <= low).mean()), float((voxels >= high).mean())
     return float((voxels < span[0]).mean()), float((voxels > span[1]).mean())
 

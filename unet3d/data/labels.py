@@ -35,7 +35,7 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> 
         raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(labelled)})")
     if ignore is not None and ignore > MAX_LABEL:
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
-    classes = in_sequence(labelled, "labels", where, numbered(labelled))
+    classes = in_sequence(labelled, "labels", where, as_option(_sources({*labelled}, 1, None)))
     refuse_blank(classes, f"{where}: labels")
     data_rules.refuse_background(classes, f"{where}: labels")
     if len(classes) < 2 or len({*classes}) < len(classes):
@@ -110,19 +110,18 @@ def written_values(data: Data, classes: int) -> tuple[int, ...]:
     return tuple(values if len({*values}) == classes else range(classes))
 
 
-def region_words(data: Data, names: Sequence[str], regions: Regions) -> str:
-    """Return what label maps of regions hold, as `0 background, then 1 for whole, 2 over it for core`."""
-    values = written_values(data, regions.label_count)
-    words = [f"0 {names[0]}"]
-    words += [f"{values[label]} for {name}" for name, label in zip(names[1:], regions.drawn, strict=True)]
-    drawn = ", later ones over earlier ones" if len(regions.drawn) > 1 else ""
-    return shown_names(words, LONGEST_LINE) + drawn
+def written_words(data: Data, names: Sequence[str], regions: Regions | None) -> str:
+    """Return what label maps hold, as `0 background, 1 core+edema (in the files 1, 2), 4 enhancing`.
 
-
-def written_words(data: Data, names: Sequence[str]) -> str:
-    """Return what label maps hold, as `0 background, 1 core+edema (in the files 1, 2), 4 enhancing`."""
+    Of regions, as `0 background, 1 for whole, 2 for core, later ones over earlier ones`.
+    """
+    if regions is not None:
+        values = written_values(data, regions.label_count)
+        words = [f"{values[label]} for {name}" for name, label in zip(names[1:], regions.drawn, strict=True)]
+        drawn = ", later ones over earlier ones" if len(words) > 1 else ""
+        return shown_names([f"0 {names[0]}", *words], LONGEST_LINE) + drawn
     sources = {} if data.label_map is None else label_sources(data.label_map)
-    words = list[str]()
+    words = []
     for number, value in enumerate(written_values(data, len(names))):
         olds = sources.get(number, [value]) if number else [value]
         in_files = "" if olds == [value] else f" (in the files {', '.join(map(str, olds))})"
@@ -153,12 +152,6 @@ def options_for(occurring: Collection[int], classes: int, relabel: Relabel, name
     known = dict(enumerate(names))
     words = [known.get(old, f"label_{old}") for olds in sources.values() for old in olds]
     return option, f"data.classes=[{','.join([names[0], *words])}]"
-
-
-def numbered(labels: Collection[int]) -> str:
-    """Return the option that makes these labels 1, 2, 3 ..., without 0; "" for what cannot be classes."""
-    sources = _sources({*labels}, 1, None)
-    return as_option(sources) if sources else ""
 
 
 def likely_ignored(classes: Sequence[str]) -> Iterator[str]:
@@ -197,7 +190,9 @@ def _are_classes(labels: Sequence[int]) -> bool:
 
 
 def as_option(sources: Mapping[int, Sequence[int]]) -> str:
-    """Return the option as it is written on a command line, in quotes: a shell expands braces."""
+    """Return the option as it is written on a command line, in quotes: a shell expands braces; "" for no sources."""
+    if not sources:
+        return ""
     plain = {new: olds[0] if len(olds) == 1 else list(olds) for new, olds in sources.items()}
     return f"'data.label_map={plain}'".replace(" ", "")
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,37 +100,27 @@ def _end_workers(stream: Any) -> None:
 
 def _with_room(workers: int, config: Config) -> int:
     """Return how many workers to start: of `workers=auto` fewer where there is no room. Raises UserError."""
-    if workers == 0:
-        return 0
     batch_bytes = 4 * config.batch // ranks.SIZE * math.prod(config.data.patch)
-    while True:
-        try:
-            _require_room(workers, 2 * workers + config.accumulate, batch_bytes)
-        except UserError:
-            if config.workers != "auto" or workers == 1:
-                raise
-            workers //= 2
-        else:
-            return workers
+    while workers and (lack := _lack_of_room(workers, 2 * workers + config.accumulate, batch_bytes)):
+        if config.workers != "auto" or workers == 1:
+            raise UserError(f"workers={workers}: {lack}")
+        workers //= 2
+    return workers
 
 
-def _require_room(workers: int, batches: int, batch_bytes: int) -> None:
-    """Raise UserError where workers cannot hand over this many batches at once, each of at least `batch_bytes`."""
-    descriptors = list[int]()
-    try:  # a worker has pipes, and each tensor of a batch under way is an open file
-        for _ in range(16 + 8 * workers + 2 * batches):
-            descriptors.append(os.dup(2))
-    except OSError as error:
-        raise UserError(f"workers={workers}: {file_limit()}, and workers=0 needs fewer") from error
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+def _lack_of_room(workers: int, batches: int, batch_bytes: int) -> str:
+    """Return why workers cannot hand over this many batches at once, each of at least `batch_bytes`; "" if they can."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed_files = 16 + 8 * workers + 2 * batches  # workers have pipes; each tensor of a batch under way is a file
+    if limit != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + needed_files > limit:
+        return f"{file_limit()}, and workers=0 needs fewer"
     if SHARED.is_dir():
         status = os.statvfs(SHARED)
         free = status.f_bavail * status.f_frsize
         needed = 2**20 + batches * batch_bytes
         if status.f_blocks and free < needed:  # without a limit it says that it has no blocks
-            raise UserError(f"workers={workers}: {mib(needed)} MiB do not fit into {mib(free)} MiB; {USES_SHARED}")
+            return f"{mib(needed)} MiB do not fit into {mib(free)} MiB; {USES_SHARED}"
+    return ""
 
 
 def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:

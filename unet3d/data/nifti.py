@@ -26,7 +26,6 @@ from nibabel.spatialimages import HeaderDataError
 
 from unet3d.base.errors import UserError
 from unet3d.base.files import NIFTI_ENDINGS, open_regular
-from unet3d.config.schema import Data
 
 ENDING = re.compile(r"\.nii(\.gz)?\Z", re.IGNORECASE | re.ASCII)
 GZIP_MAGIC = b"\x1f\x8b"
@@ -50,31 +49,13 @@ SAME_SIZE = 0.01  # relative difference of voxel sizes that is rounding
 @contextmanager
 def quiet_nibabel() -> Iterator[None]:
     """Silence nibabel's log within: it reports what it corrects in a header at every copy, without the file's name."""
-
-    def drop(_: logging.LogRecord) -> bool:
-        return False
-
+    drop = logging.Filter("nobody")  # which lets no other logger's records pass
     logger = imageglobals.logger  # of the whole process: others use it, too
     logger.addFilter(drop)
     try:
         yield
     finally:
         logger.removeFilter(drop)
-
-
-class ValidationRules(NamedTuple):
-    """Which faults of a case are accepted: voxels that are not finite (as 0), files that lie apart in space."""
-
-    nonfinite: bool = False
-    affine: bool = False
-
-    @classmethod
-    def of(cls, data: Data) -> "ValidationRules":
-        """Return the rules of data.nonfinite and data.affine_check."""
-        return cls(data.nonfinite == "zero", data.affine_check == "warn")
-
-
-STRICT = ValidationRules()
 
 
 def problem(case_id: str, path: Path, what: str) -> UserError:
@@ -283,7 +264,7 @@ def _voxels(path: Path, voxels: ArrayProxy, stream: BinaryIO) -> ArrayProxy:
     return ArrayProxy(io.BytesIO(content), (voxels.shape, voxels.dtype, 0, *scale))
 
 
-def read_image(file: OpenFile, rules: ValidationRules) -> tuple[np.ndarray, int]:
+def read_image(file: OpenFile, replaces_nonfinite: bool) -> tuple[np.ndarray, int]:
     """Return voxels as float32 (C, X, Y, Z), and how many of them were not finite and became 0.
 
     Raises UserError, also where float32 has too few numbers for these voxels: their contrast would be lost.
@@ -293,7 +274,7 @@ def read_image(file: OpenFile, rules: ValidationRules) -> tuple[np.ndarray, int]
         array = stored.astype(np.float32, copy=False)
     is_finite = np.isfinite(array)
     nonfinite = int(array.size - np.count_nonzero(is_finite))
-    if nonfinite and not rules.nonfinite:
+    if nonfinite and not replaces_nonfinite:
         what = f"{nonfinite} voxels are NaN or infinite; give them a value, e.g. the background's"
         raise problem(file.case_id, file.path, what)
     if nonfinite < array.size and not np.can_cast(stored.dtype, np.float32):  # else nothing was rounded
@@ -344,15 +325,10 @@ def form_faults(header: nib.Nifti1Header, form: str, zooms: np.ndarray) -> Itera
     if fault:
         taken = form_taken(header, form)
         wrong = form_taken(header, "auto") if taken == "pixdim" else taken  # which says how axes run
-        yield f"{fault}; correct its {wrong}{_other_forms(header, taken)}"
-
-
-def _other_forms(header: nib.Nifti1Header, taken: str) -> str:
-    """Return the option that takes another form of the header, if that one maps a volume."""
-    for form in FORMS:
-        if form != taken and form_taken(header, form) == form and not _affine_fault(header, form):
-            return f", or take data.affine={form}"
-    return ""
+        others = [name for name in FORMS if name != taken and form_taken(header, name) == name]
+        sound = [name for name in others if not _affine_fault(header, name)]
+        remedy = f", or take data.affine={sound[0]}" if sound else ""
+        yield f"{fault}; correct its {wrong}{remedy}"
 
 
 def _affine_fault(header: nib.Nifti1Header, form: str) -> str:

@@ -114,7 +114,12 @@ class Patches(Dataset[tuple[Tensor, Tensor, str]]):
 
     def __post_init__(self) -> None:
         self.mirror = list(self.tile) != list(self.options.patch)
-        self.intensities = intensity_changes(self.options.augment)
+        augment = self.options.augment
+        if augment.spatial_p:  # before workers start: they share what takes seconds to load
+            import scipy.interpolate
+            import scipy.spatial.transform  # noqa: F401
+        chances = (augment.noise_p, augment.blur_p, augment.contrast_p, augment.gamma_p, augment.low_resolution_p)
+        self.intensities = intensities(augment) if any(chances) else None
 
     def __getitem__(self, index: PatchIndex) -> tuple[Tensor, Tensor, str]:
         # The generator is seeded by the place in the run: there is no state to save or replay.
@@ -210,34 +215,11 @@ def crop(image: Tensor, label: Tensor, centre: np.ndarray, patch: Sequence[int],
     patch_label = label.new_full(tuple(patch), IGNORE)
     patch_label[into] = label[inside]
     if mirror:
-        return _mirrored_crop(image, start.tolist(), patch), patch_label
+        x, y, z = (mirrored(torch.arange(a, b), n) for a, b, n in zip(start, stop, label.shape, strict=True))
+        return image[:, x[:, None, None], y[:, None], z], patch_label
     patch_image = image.new_zeros(len(image), *patch)
     patch_image[(slice(None), *into)] = image[(slice(None), *inside)]
     return patch_image, patch_label
-
-
-def _mirrored_crop(image: Tensor, start: Sequence[int], patch: Sequence[int]) -> Tensor:
-    """Return the patch of an image C X Y Z that begins at `start`, outside the volume its mirror image."""
-    voxels = list[Tensor]()  # that the patch reads along each axis
-    for first, length, size in zip(start, patch, image.shape[1:], strict=True):
-        voxels.append(mirrored(torch.arange(first, first + length), size))
-    box = tuple(slice(int(indices.min()), int(indices.max()) + 1) for indices in voxels)
-    image = image[(slice(None), *box)]  # what the patch needs, before the first axis is copied
-    for axis, indices in enumerate(voxels, start=1):
-        image = image.index_select(axis, indices - indices.min())
-    return image
-
-
-def intensity_changes(options: Augment) -> "Compose | None":
-    """Return the changes of intensity; None without any.
-
-    Call it before workers start: they share what it loads, which takes seconds.
-    """
-    if options.spatial_p:
-        import scipy.interpolate
-        import scipy.spatial.transform  # noqa: F401
-    chances = (options.noise_p, options.blur_p, options.contrast_p, options.gamma_p, options.low_resolution_p)
-    return intensities(options) if any(chances) else None
 
 
 def with_changes(image: Tensor, changes: "Compose", seed: int) -> Tensor:
@@ -262,8 +244,7 @@ def coordinates(
     matrix = _affine(patch, spacing, options, rng).astype(np.float32)
     axes = [np.arange(n, dtype=np.float32) - (n - 1) / 2 for n in patch]
     grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
-    field = grid @ matrix.T
-    field = field + centre.astype(np.float32)
+    field = grid @ matrix.T + centre.astype(np.float32)
     if options.elastic:
         field += elastic_field(patch, options.elastic, options.elastic_grid, rng)
     return torch.from_numpy(field)
@@ -291,10 +272,8 @@ def elastic_field(patch: Sequence[int], std: float, grid: int, rng: np.random.Ge
     """
     splines = [spline_matrix(n, grid) for n in patch]
     points = [spline.shape[1] for spline in splines]
-    vectors = rng.normal(0, std, (*points, 3))
-    vectors = vectors.astype(np.float32)
-    field = np.einsum("ai,bj,ck,ijkd->abcd", *splines, vectors, optimize=True)
-    return np.asarray(field)
+    vectors = rng.normal(0, std, (*points, 3)).astype(np.float32)
+    return np.asarray(np.einsum("ai,bj,ck,ijkd->abcd", *splines, vectors, optimize=True))
 
 
 @functools.lru_cache(maxsize=64)
@@ -329,10 +308,8 @@ def mirrored(points: Tensor, size: Sequence[int] | int) -> Tensor:
 def _sample(volume: Tensor, field: Tensor, mode: str, outside: int) -> Tensor:
     """Return C X Y Z at D H W 3, float32; reads only the part of the volume that is needed."""
     points = field.reshape(-1, 3)
-    low = points.min(0).values.floor().long() - 1
-    high = points.max(0).values.ceil().long() + 2
-    low = low.clamp(min=0)
-    high = high.clamp(min=1)
+    low = (points.min(0).values.floor().long() - 1).clamp(min=0)
+    high = (points.max(0).values.ceil().long() + 2).clamp(min=1)
     box = tuple(slice(*ends) for ends in zip(low.tolist(), high.tolist(), strict=True))
     part = volume[(slice(None), *box)]
     if not part.numel():  # the whole patch lies outside
@@ -355,13 +332,11 @@ def intensities(options: Augment) -> "Compose":
 
     sigma = tuple(options.blur)
     factors = tuple(factor - 1 for factor in options.contrast)
-    gamma = tuple(options.gamma)
-    zoom = tuple(options.low_resolution)
     changes = [
         transforms.RandGaussianNoise(prob=options.noise_p, std=options.noise),
         transforms.RandGaussianSmooth(sigma, sigma, sigma, prob=options.blur_p),
         transforms.RandScaleIntensity(factors=factors, prob=options.contrast_p),
-        transforms.RandAdjustContrast(prob=options.gamma_p, gamma=gamma, retain_stats=True),
-        transforms.RandSimulateLowResolution(options.low_resolution_p, zoom_range=zoom),
+        transforms.RandAdjustContrast(prob=options.gamma_p, gamma=tuple(options.gamma), retain_stats=True),
+        transforms.RandSimulateLowResolution(options.low_resolution_p, zoom_range=tuple(options.low_resolution)),
     ]
     return transforms.Compose(changes)

@@ -5,9 +5,7 @@ If memory keeps the volumes, each is read once.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +17,8 @@ from unet3d.data import cache
 from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset, warn_or_raise
 from unet3d.data.check import check_headers
 from unet3d.data.grids import Grid
-from unet3d.data.intensity import Seen, intensity_rules, needs_foreground, normalise_in_place, sampled
-from unet3d.data.nifti import ValidationRules, problem
+from unet3d.data.intensity import Seen, intensity_rules, kinds_of, normalise, sampled
+from unet3d.data.nifti import problem
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader, usable
 from unet3d.data.scan import CaseHeader, ImageFiles, leaks, voxel_digests
@@ -46,11 +44,6 @@ class PreparedData:
     headers: dict[str, CaseHeader]  # by case id
 
     @property
-    def files(self) -> dict[str, Any]:
-        """Hashes of what the files of each case hold, by its id."""
-        return {case_id: header.hashes for case_id, header in self.headers.items()}
-
-    @property
     def train_grids(self) -> list[Grid]:
         """The grids of the training cases that the network sees."""
         targets = [self.headers[case.id].target for case in self.train]
@@ -67,31 +60,23 @@ def prepare_data(options: Data) -> PreparedData:
     dataset = ranks.on_rank0(lambda: read_dataset(options))
     train, val = split(dataset, options)
     cases = list(dict.fromkeys([*train, *val]))
-    files = ImageFiles()
+    files = ImageFiles(options)
     keeps = options.cache == "memory" or (options.cache == "disk" and cache.can_stay_mapped(len(cases)))
     disk = None
     if options.cache == "disk":
         disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
     with files.kept_open():
-        scan = partial(check_headers, dataset, cases, options, files, options.fingerprint)
-        headers = ranks.on_rank0(lambda: scan().sound_headers())
-        reader = CaseReader(
-            dataset,
-            options.spacing,
-            cache={} if keeps else None,
-            rules=ValidationRules.of(options),
-            disk=disk,
-            headers=headers,
-            files=files,
-        )
+        headers = ranks.on_rank0(lambda: check_headers(dataset, cases, options, files, hashes=True).sound_headers())
+        in_memory: dict[str, PreparedCase] | None = {} if keeps else None
+        reader = CaseReader(dataset, options.spacing, cache=in_memory, disk=disk, headers=headers, files=files)
         _load(reader, options, train, val)
         _measure(reader, train)
         if not options.semi:
             if options.cache == "off":  # then of the voxels of those images that may be the same
-                digests = voxel_digests(train, val, reader.rules, headers, files)
+                digests = voxel_digests(train, val, headers, files)
             else:
                 digests = {case.id: reader.digest(case) for case in cases}
-            warn_or_raise([*leaks(train, val, digests, reader.rules, files)])
+            warn_or_raise([*leaks(train, val, digests, files)])
     read_train, read_val = _readers(options, reader, train)
     data = PreparedData(dataset, train, val, reader, read_train, read_val, headers)
     if options.cache != "off":  # which reads nothing before the first step
@@ -129,7 +114,7 @@ def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequenc
     maps = dict.fromkeys(val, 1) | dict.fromkeys(train, training_maps)
     cases = list(dict.fromkeys([*train, *val]))
     channels = reader.dataset.channels
-    measured = {*train} if needs_foreground(options.intensity, channels) else set[Case]()
+    measured = {*train} if "ct" in kinds_of(options.intensity, channels) else set[Case]()
     samples = dict[Case, np.ndarray]()
     if options.cache == "memory":
         _refuse_more_than_fits(reader, maps)
@@ -139,12 +124,11 @@ def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequenc
             if case in measured:
                 samples[case] = reader.foreground_of(volume)
     elif measured:
-        is_shared = reader.disk is not None
-        samples.update(usable(train, "measuring intensities", reader.foreground, at_random=is_shared))
+        samples.update(usable(train, "measuring intensities", reader.foreground, at_random=reader.disk is not None))
     reader.intensity = intensity_rules(options.intensity, channels, [samples[case] for case in train if samples])
     if options.cache == "memory":
         for prepared in (reader.cache or {}).values():
-            normalise_in_place(prepared.image.numpy(), reader.intensity)
+            normalise(prepared.image.numpy(), reader.intensity)
     elif reader.disk is not None:
         _refuse_more_than_fits(reader, maps)
         for _ in usable(cases, "reading cases", reader, at_random=True):

@@ -19,8 +19,8 @@ from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
 from unet3d.data.cache import CASE, LABELS, Arrays, DiskCache, fit_case, fit_labels, key_of, label_arrays, labels_of
 from unet3d.data.cases import Case, DatasetInfo, warn_or_raise
-from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise_in_place
-from unet3d.data.nifti import STRICT, ValidationRules, problem, replacement
+from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise
+from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
 from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, sampled_hashes
 from unet3d.data.volume import LabelValues, Volume, messages, read_volume
@@ -37,7 +37,6 @@ class CaseReader:
     spacing: list[float] | None
     intensity: tuple[Intensity, ...] = ()
     cache: dict[str, PreparedCase] | None = field(default_factory=dict, repr=False)
-    rules: ValidationRules = STRICT
     warned_cases: set[str] = field(default_factory=set, repr=False)  # of voxels that were not finite
     disk: DiskCache | None = None
     headers: Mapping[str, CaseHeader] = field(default_factory=dict, repr=False)  # by case id, for `disk` with hashes
@@ -52,14 +51,14 @@ class CaseReader:
 
         Labels are classes already, and with data.nonfinite=zero NaN and infinite voxels are 0.
         """
-        volume = read_volume(case, LabelValues.of_files(self.dataset), self.spacing, self.rules, self.files)
+        volume = read_volume(case, LabelValues.of_files(self.dataset), self.spacing, self.files)
         self._warn(case, volume.nonfinite_voxels)
         return volume
 
     def as_case(self, volume: Volume) -> PreparedCase:
         """Return a volume as a training case, its image as it is."""
         assert volume.label is not None, volume.case_id
-        return prepare(volume.case_id, volume.image, volume.label, volume.spacing, self.dataset.ignore)
+        return prepare(volume.case_id, volume.image, volume.label, volume.grid.spacing, self.dataset.ignore)
 
     def digest(self, case: Case) -> bytes:
         """Return the digest of the prepared image, by which twins are found."""
@@ -89,7 +88,8 @@ class CaseReader:
             hashes.append(of_files["full"] or [of_files["sample"], of_files["times"]])
         relabel = sorted((self.dataset.relabel or {}).items())
         labels = (self.dataset.label_count, self.dataset.ignore, relabel)
-        return key_of(hashes, labels, self.spacing, self.rules, case.affine, [*map(asdict, self.intensity)], about)
+        accepted = (self.files.replaces_nonfinite, self.files.accepts_apart)
+        return key_of(hashes, labels, self.spacing, accepted, case.affine, [*map(asdict, self.intensity)], about)
 
     def _warn(self, case: Case, nonfinite_voxels: int) -> None:
         if nonfinite_voxels and case.id not in self.warned_cases:
@@ -98,7 +98,7 @@ class CaseReader:
 
     def _prepare(self, case: Case) -> PreparedCase:
         volume = self.read_volume(case)
-        normalise_in_place(volume.image, self.intensity)
+        normalise(volume.image, self.intensity)
         return self.as_case(volume)
 
     def _map(self, case: Case) -> PreparedCase:
@@ -114,12 +114,12 @@ class CaseReader:
 
         def make() -> Arrays:
             volume = self.read_volume(case)
-            normalise_in_place(volume.image, self.intensity)
+            normalise(volume.image, self.intensity)
             prepared = self.as_case(volume)
             return {
                 "image": volume.image,
                 **label_arrays(prepared),
-                "spacing": np.array(volume.spacing),
+                "spacing": np.array(volume.grid.spacing),
                 "replaced": np.array(volume.nonfinite_voxels),
                 "digest": np.frombuffer(_digest(prepared), np.uint8),
             }

@@ -21,10 +21,18 @@ from nibabel.orientations import apply_orientation
 from unet3d.base.errors import UserError
 from unet3d.base.files import replacing
 from unet3d.base.types import ProbabilityBlock, Regions
-from unet3d.data import nifti
 from unet3d.data.cases import Case
 from unet3d.data.grids import Grid, canonical_grid, drawn, likeliest, target_grid
-from unet3d.data.nifti import affine_if_sound, is_compressed, open_image, problem, quiet_nibabel, stem
+from unet3d.data.nifti import (
+    LARGEST,
+    SMALLEST,
+    affine_if_sound,
+    is_compressed,
+    open_image,
+    problem,
+    quiet_nibabel,
+    stem,
+)
 
 BACKGROUND = 0
 LEVEL = 6  # of gzip; 9, Python's own, takes ten times as long on a noisy label map, whose file is then 5% smaller
@@ -96,7 +104,7 @@ def to_original(
     strip. `image` is the header of the first image, if it has been read. Raises UserError.
     """
     if image is None:
-        image = nifti.open_image(case.id, case.images[0], case.affine)
+        image = open_image(case.id, case.images[0], case.affine)
     source = target_grid(case, image, spacing)
     target = canonical_grid(image)
     axes = nib.io_orientation(image.affine)
@@ -357,8 +365,8 @@ def _lengths(spacing: object) -> list[float]:
         lengths = [float(length) for length in spacing if not isinstance(length, str)]  # type: ignore[attr-defined]
     except (TypeError, ValueError, OverflowError):
         lengths = []
-    if len(lengths) != 3 or not all(nifti.SMALLEST <= length <= nifti.LARGEST for length in lengths):
-        what = f"three numbers from {nifti.SMALLEST:g} to {nifti.LARGEST:g}, such as (1, 1, 2.5)"
+    if len(lengths) != 3 or not all(SMALLEST <= length <= LARGEST for length in lengths):
+        what = f"three numbers from {SMALLEST:g} to {LARGEST:g}, such as (1, 1, 2.5)"
         raise UserError(f"segment: an array needs its affine, or its spacing in mm, {what}, not {spacing}")
     return lengths
 

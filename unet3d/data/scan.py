@@ -9,8 +9,8 @@ import os
 import resource
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import islice, permutations, product
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain, islice, permutations, product
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -25,7 +25,7 @@ from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
 from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
-from unet3d.data.nifti import OpenFile, ValidationRules, affine_if_sound, form_taken, problem, two_sizes
+from unet3d.data.nifti import OpenFile, affine_if_sound, form_taken, problem, two_sizes
 from unet3d.data.texts import shown_names
 
 MAX_LINES_OF_CASE = 10  # about the files of one case
@@ -41,16 +41,20 @@ Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order
 class ImageFiles:
     """The NIfTI files that this process has opened: their headers, and streams of those whose voxels are yet unread.
 
-    A copy in another process is empty, and opens the files again.
+    The options say which of their faults are accepted: voxels that are not finite (as 0), files that lie apart in
+    space. A copy in another process is empty, and opens the files again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Data | None = None) -> None:
+        self.options = options or Data()
+        self.replaces_nonfinite = self.options.nonfinite == "zero"
+        self.accepts_apart = self.options.affine_check == "warn"
         self.headers = dict[Path, nib.Nifti1Image]()  # as images without voxels
         self._streams = dict[Path, BinaryIO]()
         self._limit = 0
 
-    def __reduce__(self) -> tuple[type["ImageFiles"], tuple[()]]:
-        return ImageFiles, ()
+    def __reduce__(self) -> tuple[type["ImageFiles"], tuple[Data]]:
+        return ImageFiles, (self.options,)
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -158,11 +162,9 @@ class CaseHeader(NamedTuple):
         return self.stored is not None and self.target is not None and not self.stored.is_same(self.target)
 
 
-def scan_case(
-    dataset: DatasetInfo, case: Case, data: Data, files: ImageFiles, fingerprint: str | None = None
-) -> CaseHeader:
-    """Return what the headers of a case's files say; `fingerprint`: with hashes, as data.fingerprint."""
-    hashers = {kind: FileHasher(fingerprint == "full") for kind in ("images", "labels")}
+def scan_case(dataset: DatasetInfo, case: Case, files: ImageFiles, hashes: bool = False) -> CaseHeader:
+    """Return what the headers of a case's files say, with `hashes` as data.fingerprint has them."""
+    hashers = {kind: FileHasher(files.options.fingerprint == "full") for kind in ("images", "labels")}
     headers = dict[Path, nib.Nifti1Image]()
     problems = list[str]()
     target = None
@@ -171,24 +173,21 @@ def scan_case(
         try:
             with files.opened(case, path, keep=True) as file:
                 headers[path] = file.image
-                if fingerprint is not None:
+                if hashes:
                     hashers[kind].add(file.stream, path.name)
             if path == case.images[0]:
-                target = target_grid(case, headers[path], data.spacing)
+                target = target_grid(case, headers[path], files.options.spacing)
         except UserError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(str(problem(case.id, path, f"cannot be read ({error})")))
     accepted = list[str]()
-    for misfit, is_accepted in contradictions(case, headers, data.affine_check == "warn"):
+    for misfit, is_accepted in contradictions(case, headers, files.accepts_apart):
         (accepted if is_accepted else problems).append(str(misfit))
     channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
     if not problems and channels != len(dataset.channels):
         problems.append(str(_wrong_channels(dataset, case, channels)))
     warnings = [f"{WARNING}{line}" for line in (*accepted, *foreign_units(case, headers))]
-    hashes = dict[str, Hashes]()
-    if fingerprint is not None and not problems:
-        hashes = {kind: hasher.hashes() for kind, hasher in hashers.items()}
     first = headers.get(case.images[0])
     return CaseHeader(
         stored=None if first is None else canonical_grid(first),
@@ -197,7 +196,7 @@ def scan_case(
         channels=channels,
         lines=(*_bounded(case, problems), *_bounded(case, warnings, WARNING)),
         sizes=tuple(doubtful_places(case, headers)),
-        hashes=hashes,
+        hashes={kind: hasher.hashes() for kind, hasher in hashers.items()} if hashes and not problems else {},
     )
 
 
@@ -279,11 +278,7 @@ def _voxel_hashes(plane: np.ndarray) -> np.ndarray:
 
 
 def voxel_digests(
-    train: Sequence[Case],
-    val: Sequence[Case],
-    rules: ValidationRules,
-    headers: Mapping[str, CaseHeader],
-    files: ImageFiles,
+    train: Sequence[Case], val: Sequence[Case], headers: Mapping[str, CaseHeader], files: ImageFiles
 ) -> dict[str, bytes]:
     """Return digests, by id, of cases that may be the same since their size occurs in both parts.
 
@@ -298,7 +293,7 @@ def voxel_digests(
     problems = list[str]()
     for case in progress.track(cases, "comparing images", len(cases)):
         try:
-            by_id[case.id] = image_digest(map(channel_digest, _channels(case, rules, files)))
+            by_id[case.id] = image_digest(map(channel_digest, _channels(case, files)))
         except UserError as error:
             problems.append(str(error))
     shares = ranks.gather((by_id, problems))
@@ -312,13 +307,7 @@ def _size(header: CaseHeader) -> Size:
     return header.channels, *sorted(header.stored.shape)
 
 
-def leaks(
-    train: Sequence[Case],
-    val: Sequence[Case],
-    digests: Mapping[str, bytes],
-    rules: ValidationRules,
-    files: ImageFiles,
-) -> Iterator[str]:
+def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, bytes], files: ImageFiles) -> Iterator[str]:
     """Yield held-out cases that training sees under another name.
 
     The same file, also by a link; or a digest in common, and the same voxels in the files: a digest may be of what a
@@ -331,30 +320,26 @@ def leaks(
         if case.id in digests:
             alike[digests[case.id]].append(case)
     for case in val:
-        twins = [same_file[mark] for mark in _file_marks(case) if mark in same_file]
-        suspects = alike[digests[case.id]] if case.id in digests else []
-        if not twins:
-            twins = [*islice((other for other in suspects if _are_same(case, other, rules, files)), 1)]
-        if twins:
-            what = f"is held out, but training sees the same image as {twins[0].id}; remove one"
+        linked = (same_file[mark] for mark in _file_marks(case) if mark in same_file)
+        suspects = alike.get(digests.get(case.id), [])
+        copied = (other for other in suspects if _are_same(case, other, files))
+        for twin in islice(chain(linked, copied), 1):
+            what = f"is held out, but training sees the same image as {twin.id}; remove one"
             yield f"{case.id}: {case.images[0]}: {what}"
 
 
 def _file_marks(case: Case) -> Iterator[object]:
     """Yield whatever tells the files of a case's images from others."""
     for path in case.images:
-        try:
+        with suppress(OSError):  # one that is missing is an error of its header
             status = path.stat()  # of the file that it leads to, through any links
-        except OSError:
-            yield path  # it is missing, which `check_cases` reports
-        else:
             yield status.st_dev, status.st_ino
 
 
-def _are_same(case: Case, other: Case, rules: ValidationRules, files: ImageFiles) -> bool:
+def _are_same(case: Case, other: Case, files: ImageFiles) -> bool:
     """Return whether the files of two cases hold the same voxels, as `image_digest` takes them. Raises UserError."""
-    waiting = list(_channels(other, rules, files))
-    for channel in _channels(case, rules, files):
+    waiting = list(_channels(other, files))
+    for channel in _channels(case, files):
         found = next((place for place, twin in enumerate(waiting) if _is_turned(channel, twin)), None)
         if found is None:
             return False
@@ -362,20 +347,14 @@ def _are_same(case: Case, other: Case, rules: ValidationRules, files: ImageFiles
     return not waiting
 
 
-def _channels(case: Case, rules: ValidationRules, files: ImageFiles) -> Iterator[np.ndarray]:
+def _channels(case: Case, files: ImageFiles) -> Iterator[np.ndarray]:
     """Yield the channels (X, Y, Z) of a case as its files hold them. Raises UserError."""
     for path in case.images:
         with files.opened(case, path) as file:
-            yield from nifti.read_image(file, rules)[0]
+            yield from nifti.read_image(file, files.replaces_nonfinite)[0]
 
 
 def _is_turned(channel: np.ndarray, other: np.ndarray) -> bool:
     """Return whether two channels (X, Y, Z) are equal once the axes of one are exchanged and mirrored in some way."""
-    for axes in permutations(range(3)):
-        turned = other.transpose(axes)
-        if turned.shape != channel.shape:
-            continue
-        for steps in product((1, -1), repeat=3):
-            if np.array_equal(channel, turned[tuple(slice(None, None, step) for step in steps)]):
-                return True
-    return False
+    turns = product(permutations(range(3)), product((slice(None), slice(None, None, -1)), repeat=3))
+    return any(np.array_equal(channel, other.transpose(axes)[mirror]) for axes, mirror in turns)

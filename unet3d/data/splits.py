@@ -18,7 +18,7 @@ from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import MAX_NAME, WARNING, Case, DatasetInfo
-from unet3d.data.texts import read_any_json, read_json, read_words, shown, shown_names
+from unet3d.data.texts import decoded, read_any_json, read_bytes, read_json, shown, shown_names
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 NAMES_LISTED = 5  # case ids in a message
@@ -267,7 +267,8 @@ def _rows(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the case and the group of each row of a table, whose heads may be capitals. Raises UserError."""
     if not path.is_file():
         raise _of_groups(path, f"no such file; give {EXAMPLE}")
-    lines = [line for line in read_words(path).splitlines() if not line.startswith("sep=")]  # a spreadsheet's
+    text = decoded(read_bytes(path), "replace")
+    lines = [line for line in text.splitlines() if not line.startswith("sep=")]  # a spreadsheet's
     head = next((line for line in lines if line.strip()), "")
     delimiter = max(DELIMITERS, key=head.count)
     try:

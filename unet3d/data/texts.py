@@ -33,25 +33,20 @@ def read_any_json(path: Path, root: Path | None = None) -> Any:
     """Return the value in a JSON file, whatever it is; else as `read_json`. Raises UserError."""
     if root is not None and leaves(root, path):
         raise UserError(f"{path}: is a link out of {root}; put the file there, or set data.allow_outside=true")
-    text = _read_bytes(path)
+    content = read_bytes(path)
     try:
-        return json.loads(_decoded(text), object_pairs_hook=_unique_names)
+        return json.loads(decoded(content), object_pairs_hook=_unique_names)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); repair or replace it") from error
 
 
-def read_words(path: Path) -> str:
-    """Return the text of a table, in which letters that cannot be read are replaced. Raises UserError."""
-    return _decoded(_read_bytes(path), "replace")
-
-
-def _decoded(text: bytes, errors: str = "strict") -> str:
+def decoded(text: bytes, errors: str = "strict") -> str:
     """Return text in UTF-8, or in what its byte order mark says, which PowerShell and spreadsheets write."""
     is_wide = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return text.decode("utf-16" if is_wide else "utf-8-sig", errors)
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Return the bytes of a file that is not large. Raises UserError."""
     if not path.exists():
         raise UserError(f"{path}: no such file; check the path, data/README.md shows the layouts")

@@ -14,10 +14,10 @@ from nibabel.orientations import apply_orientation
 from unet3d.base.errors import UserError
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.grids import CUBIC, canonical_grid, contradictions, resample, resample_labels, target_grid
+from unet3d.data.grids import CUBIC, Grid, canonical_grid, contradictions, resample, resample_labels, target_grid
 from unet3d.data.labels import Relabel, proposal
-from unet3d.data.nifti import STRICT, OpenFile, ValidationRules, read_image
-from unet3d.data.scan import ImageFiles
+from unet3d.data.nifti import OpenFile, open_image, read_image
+from unet3d.data.scan import ImageFiles, read_grid
 
 ROUNDING = 1e-6  # float32's relative rounding of a scaled label
 QUANTUM = 1e-3  # the largest rounding of a label to a file's integers
@@ -45,22 +45,17 @@ class LabelValues(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """A case: `image` float32 (C, X, Y, Z), `label` uint8 or uint16 (X, Y, Z), and where both lie (mm)."""
+    """A case: `image` float32 (C, X, Y, Z), `label` uint8 or uint16 (X, Y, Z), and the grid of both."""
 
     case_id: str
     image: np.ndarray
     label: np.ndarray | None
-    affine: np.ndarray
-    spacing: tuple[float, float, float]
+    grid: Grid
     nonfinite_voxels: int = 0  # that were NaN or infinite and became 0
 
 
 def read_volume(
-    case: Case,
-    values: LabelValues,
-    spacing: Sequence[float] | None,
-    rules: ValidationRules = STRICT,
-    files: ImageFiles | None = None,
+    case: Case, values: LabelValues, spacing: Sequence[float] | None, files: ImageFiles | None = None
 ) -> Volume:
     """Return the case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked.
 
@@ -70,7 +65,7 @@ def read_volume(
     with ExitStack() as stack:
         opened = {path: stack.enter_context(files.opened(case, path)) for path in case.files}
         headers = {path: file.image for path, file in opened.items()}
-        for error, is_accepted in contradictions(case, headers, rules.affine):
+        for error, is_accepted in contradictions(case, headers, files.accepts_apart):
             if not is_accepted:
                 raise error
         first = headers[case.images[0]]
@@ -80,30 +75,20 @@ def read_volume(
         channels = list[np.ndarray]()
         nonfinite_voxels = 0
         for path in case.images:
-            voxels, nonfinite = read_image(opened[path], rules)
+            voxels, nonfinite = read_image(opened[path], files.replaces_nonfinite)
             nonfinite_voxels += nonfinite
             channels += [resample(apply_orientation(channel, axes), source, target, CUBIC) for channel in voxels]
         label = None
         if case.label is not None:
-            stored, _ = read_label_map(case, case.label, values, opened[case.label])
+            stored = read_classes(opened[case.label], values)
             label = on_network_grid(stored, case, first, spacing, values.ignore)
-    return Volume(
-        case.id, np.ascontiguousarray(np.stack(channels)), label, target.affine, target.spacing, nonfinite_voxels
-    )
+    return Volume(case.id, np.ascontiguousarray(np.stack(channels)), label, target, nonfinite_voxels)
 
 
-def read_label_map(
-    case: Case, path: Path, values: LabelValues, file: OpenFile | None = None
-) -> tuple[np.ndarray, nib.Nifti1Image]:
-    """Return the classes, uint8 or uint16 (X, Y, Z), of a label map of the case in its file's axes, and its header.
-
-    Each voxel is a class or `values.ignore`. Reads from `file` if it is open. Raises UnknownLabels, UserError.
-    """
-    if file is None:
-        with ImageFiles().opened(case, path) as opened:
-            return read_label_map(case, path, values, opened)
-    array = nifti.read_array(file)
-    return _classes_of(array, values, f"{case.id}: {path}", file.image.dataobj), file.image
+def read_label_map(case: Case, path: Path, values: LabelValues) -> tuple[np.ndarray, nib.Nifti1Image]:
+    """Return the classes of a label map of the case, as `read_classes`, and its header. Raises UserError."""
+    with ImageFiles().opened(case, path) as file:
+        return read_classes(file, values), file.image
 
 
 def on_network_grid(
@@ -117,7 +102,7 @@ def on_network_grid(
 
 def stored_spacing(case: Case) -> tuple[float, float, float]:
     """Return the voxel size (mm) along the axes of the case's first file. Raises UserError."""
-    x, y, z = voxel_sizes(nifti.open_image(case.id, case.images[0], case.affine).affine).tolist()
+    x, y, z = voxel_sizes(open_image(case.id, case.images[0], case.affine).affine).tolist()
     return x, y, z
 
 
@@ -134,10 +119,7 @@ def is_resampled(case: Case, spacing: Sequence[float] | None) -> bool:
 
     Raises UserError.
     """
-    if spacing is None:
-        return False
-    image = nifti.open_image(case.id, case.images[0], case.affine)
-    return not target_grid(case, image, spacing).is_same(canonical_grid(image))
+    return spacing is not None and not read_grid(case, spacing).is_same(read_grid(case, None))
 
 
 class UnknownLabels(UserError):
@@ -166,11 +148,15 @@ def messages(errors: Sequence[UserError]) -> list[str]:
     return lines
 
 
-def _classes_of(array: np.ndarray, values: LabelValues, place: str, voxels: ArrayProxy) -> np.ndarray:
-    """Return stored labels as classes, uint8 or uint16. Raises UnknownLabels."""
+def read_classes(file: OpenFile, values: LabelValues) -> np.ndarray:
+    """Return the classes, uint8 or uint16 (X, Y, Z), of a label map in its file's axes.
+
+    Each voxel is a class or `values.ignore`. Raises UnknownLabels, UserError.
+    """
     classes, ignore, relabel = values
+    array = nifti.read_array(file)
     if not np.issubdtype(array.dtype, np.integer):
-        array = _rounded(array, voxels)
+        array = _rounded(array, file.image.dataobj)
     kind = np.min_scalar_type(max(classes - 1, ignore or 0))
     if relabel is None:
         label = array
@@ -184,7 +170,7 @@ def _classes_of(array: np.ndarray, values: LabelValues, place: str, voxels: Arra
             label[array == old] = new
             is_unknown[array == old] = False
     if is_unknown.any():
-        raise _unknown_labels(place, array, is_unknown, values)
+        raise _unknown_labels(file, array, is_unknown, values)
     return label.astype(kind, copy=False)
 
 
@@ -202,7 +188,7 @@ def _rounded(array: np.ndarray, voxels: ArrayProxy) -> np.ndarray:
     return np.where(is_near, whole, array)
 
 
-def _unknown_labels(place: str, array: np.ndarray, is_unknown: np.ndarray, values: LabelValues) -> UnknownLabels:
+def _unknown_labels(file: OpenFile, array: np.ndarray, is_unknown: np.ndarray, values: LabelValues) -> UnknownLabels:
     """Return the error for the labels of a file that are neither a class nor `ignore`."""
     classes, ignore, relabel = values
     stored = np.unique(array)
@@ -215,4 +201,4 @@ def _unknown_labels(place: str, array: np.ndarray, is_unknown: np.ndarray, value
     if np.isfinite(unknown).all() and (unknown == np.rint(unknown)).all():
         labels = frozenset(int(value) for value in stored if value not in (0, ignore))
     what = f"{is_unknown.sum()} voxels have the label {listed}; allowed are {allowed}"
-    return UnknownLabels(f"{place}: {what}", labels, proposal(labels, classes, relabel))
+    return UnknownLabels(f"{file.case_id}: {file.path}: {what}", labels, proposal(labels, classes, relabel))

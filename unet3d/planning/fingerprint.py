@@ -16,8 +16,8 @@ from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.check import check_headers
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import foreground_sample
-from unet3d.data.nifti import ValidationRules
 from unet3d.data.patches import subsample_indices
+from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
 from unet3d.data.volume import LabelValues, read_volume
 
@@ -134,7 +134,7 @@ def _sample(dataset: DatasetInfo, case: Case, data: Data) -> CaseSample:
     """Return a sample of a case. Raises UserError for one that cannot be read."""
     labels = dataset.label_count
     values = LabelValues.of_files(dataset)
-    volume = read_volume(case, values, None, ValidationRules.of(data))
+    volume = read_volume(case, values, None, ImageFiles(data))
     label = volume.label
     assert label is not None, volume.case_id
     counts = np.bincount(label.ravel(), minlength=labels)[:labels]
@@ -149,7 +149,7 @@ def _sample(dataset: DatasetInfo, case: Case, data: Data) -> CaseSample:
             centres[:, axis] = np.arange(len(planes)) @ profiles / counts / len(planes)
         rows = np.flatnonzero(profiles[:, 1:].any(1))
         if rows.size:
-            extent[axis] = (rows[-1] - rows[0] + 1) * volume.spacing[axis]
+            extent[axis] = (rows[-1] - rows[0] + 1) * volume.grid.spacing[axis]
     foreground = foreground_sample(volume.image, label, dataset.ignore)
     return CaseSample(counts, voxels, foreground, centres, extent, _flat_shares(label, labels))
 

@@ -24,10 +24,8 @@ from unet3d.config import rules
 from unet3d.config.schema import Config, Data, Model
 from unet3d.data import restore
 from unet3d.data.cases import Case
-from unet3d.data.grids import Grid
 from unet3d.data.intensity import Intensity, Seen, normalise
-from unet3d.data.labels import region_words, written_values, written_words
-from unet3d.data.nifti import ValidationRules
+from unet3d.data.labels import written_values, written_words
 from unet3d.data.restore import ImageLike, ProbabilityMaps, largest_components, saving_scores, to_original
 from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
@@ -54,7 +52,7 @@ class Segmenter:
     origin: dict[str, Any] = field(default_factory=dict)  # a digest, and options that change label maps
 
     def to_file(self, case: Case, path: Path, scores: Path | None = None) -> Volume:
-        """Segment one case; write class probabilities to `scores`. Return the case on the network's grid.
+        """Segment one case; write class probabilities to `scores`. Return the case on the network's grid, normalised.
 
         Raises UserError.
         """
@@ -112,9 +110,7 @@ class Segmenter:
     @property
     def written(self) -> str:
         """Return these values and the classes' names in words."""
-        if self.regions is None:
-            return written_words(self.options, self.classes)
-        return region_words(self.options, self.classes, self.regions)
+        return written_words(self.options, self.classes, self.regions)
 
     def labels(self, case: Case, open_scores: ProbabilityMaps | None = None) -> np.ndarray:
         """Return the labels (X, Y, Z) of a case in the axes of its first file; `to_original` writes probabilities.
@@ -126,17 +122,15 @@ class Segmenter:
 
     def _predicted(self, case: Case) -> tuple[Volume, Iterator[ProbabilityBlock]]:
         """Return a case on the network's grid, and the strips of its probabilities there. Raises UserError."""
-        accepted = ValidationRules.of(self.options)
-        volume = read_volume(case._replace(label=None), LabelValues(0), self.options.spacing, accepted)
+        files = ImageFiles(self.options)
+        volume = read_volume(case._replace(label=None), LabelValues(0), self.options.spacing, files)
         if len(volume.image) != len(self.intensity):
             channels = f"{len(volume.image)} channels; this network takes {len(self.intensity)}"
             raise UserError(f"{case.id}: {case.images[0]} has {channels}")
         image = normalise(volume.image, self.intensity)
         if self.seen is not None:
-            x, y, z = image.shape[1:]
-            grid = Grid((x, y, z), volume.affine)
             is_resampled = self.options.spacing is not None
-            differences = list(self.seen.differences(image, self.intensity, grid, is_resampled))
+            differences = list(self.seen.differences(image, self.intensity, volume.grid, is_resampled))
             if differences:
                 warn(f"{case.id}: {'; '.join(differences)}")
         return volume, self.predictor.strips(torch.from_numpy(image), case.named)

@@ -21,9 +21,9 @@ from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.check import check_headers
 from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option, written_values
-from unet3d.data.nifti import ValidationRules
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector, largest_components
+from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
 from unet3d.data.volume import LabelValues, is_resampled, read_label_map
 from unet3d.memory.simulate import refuse_large_window
@@ -185,8 +185,8 @@ def _scores(
     has_own_grids: bool,
 ) -> str:
     """Return scores.csv of the cases; where files have grids of their own, these come first."""
-    accepted = ValidationRules.of(options)
-    reader = CaseReader(dataset, segmenter.options.spacing, segmenter.intensity, cache=None, rules=accepted)
+    files = ImageFiles(options)
+    reader = CaseReader(dataset, segmenter.options.spacing, segmenter.intensity, cache=None, files=files)
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:

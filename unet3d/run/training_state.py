@@ -223,7 +223,7 @@ def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerp
         "training cases": [case.id for case in data.train],
         "held-out cases": [case.id for case in data.val],
         "mixed precision": str(dtype),
-        "files": data.files,
+        "files": {case_id: header.hashes for case_id, header in data.headers.items()},
     }
     if data.dataset.regions is not None:
         values["regions"] = [list(labels) for labels in (*data.dataset.regions.labels, data.dataset.regions.drawn)]

@@ -62,10 +62,8 @@ def mni152(root: Path, data: Data) -> DatasetInfo:
 def phantom_outline(data: Data) -> DatasetInfo:
     """Return what `read_dataset` returns for the phantom, and generate no file. Raises UserError."""
     folder = phantom_folder(data.phantom, Path(data.root or LAYOUTS["phantom"]["generated"]))
-    cases = list[Case]()
-    for name in _phantom_names(data.phantom):
-        entry = _entry(name)
-        cases.append(Case(name, (folder / entry["image"],), folder / entry["label"]))
+    entries = {name: _entry(name) for name in _phantom_names(data.phantom)}
+    cases = [Case(name, (folder / entry["image"],), folder / entry["label"]) for name, entry in entries.items()]
     names = {int(label): name for label, name in PHANTOM["labels"].items()}
     channels = tuple(PHANTOM["modality"].values())
     dataset = DatasetInfo(PHANTOM["name"], channels, tuple(cases), data.ignore, announced=len(cases))
@@ -148,10 +146,9 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
     from scipy.spatial.transform import Rotation
 
     # Voxel centres (3, X, Y, Z) in [-1, 1]: structures keep their proportions in any shape.
-    axes = [(np.arange(n) + 0.5) / n * 2 - 1 for n in shape]
-    points = np.stack(np.meshgrid(*axes, indexing="ij"))
-    bends = [_smooth(rng, shape, width=0.12) for _ in range(3)]
-    points += 0.06 * np.stack(bends)  # makes every shape irregular
+    points = np.stack(np.meshgrid(*((np.arange(n) + 0.5) / n * 2 - 1 for n in shape), indexing="ij"))
+    for axis in points:
+        axis += 0.06 * _smooth(rng, shape, width=0.12)  # makes every shape irregular
     pose = Rotation.from_rotvec(rng.normal(0, 0.25, 3))
     centre = rng.uniform((-0.2, -0.3, -0.1), (0.2, 0.0, 0.1))
     radii = rng.uniform((0.62, 0.52, 0.66), (0.74, 0.60, 0.80))
@@ -162,8 +159,7 @@ def draw_phantom(rng: np.random.Generator, shape: Sequence[int]) -> tuple[np.nda
     organ = np.maximum(organ, GAP - outside)
     line = centre + pose.apply(radii * _vessel_axes(rng))
     away, _ = cKDTree(line).query(np.moveaxis(points, 0, -1), distance_upper_bound=FAR)  # infinite beyond
-    tube = away - 0.15
-    vessel = np.maximum(tube, organ + 2 * GAP)
+    vessel = np.maximum(away - 0.15, organ + 2 * GAP)
     in_organ = (organ < -GAP) & (vessel > 0)
     in_body = (body < 0) & (organ > GAP) & (spine > 0)
     lesions = place_balls(rng, points, in_organ, rng.uniform(0.20, 0.30, 3))
@@ -201,8 +197,7 @@ def _smooth(rng: np.random.Generator, shape: Sequence[int], width: float) -> np.
     """Return a random field of unit std that varies over `width` (share of each length)."""
     from scipy.ndimage import gaussian_filter
 
-    noise = rng.standard_normal(shape)
-    field = gaussian_filter(noise, [width * n for n in shape], mode="nearest")
+    field = gaussian_filter(rng.standard_normal(shape), np.multiply(width, shape), mode="nearest")
     return np.asarray((field - field.mean()) / field.std())
 
 
@@ -217,9 +212,7 @@ def _vessel_axes(rng: np.random.Generator) -> np.ndarray:
     """Return points (N, 3) on a winding trunk and a branch, in the posterior half of the unit ball."""
     x = np.linspace(-0.8, 0.8, 60)
     phase = 2.5 * x + rng.uniform(0, 2 * np.pi)
-    y = 0.35 + 0.15 * np.sin(phase)
-    z = 0.25 * np.cos(phase)
-    trunk = np.stack([x, y, z], axis=1)
+    trunk = np.stack([x, 0.35 + 0.15 * np.sin(phase), 0.25 * np.cos(phase)], axis=1)
     fork = trunk[30]
     away = np.array([rng.choice([-0.5, 0.5]), 0, -np.copysign(0.9, fork[2])])
     branch = fork + np.linspace(0, 1, 40)[:, None] * away
@@ -263,10 +256,10 @@ def _mni152_cases() -> Iterator[GeneratedCase]:
     except ImportError as error:
         command = 'python -m pip install -c constraints.txt -e ".[brain]"'
         raise UserError(f"data=mni152 is made from nilearn's template, but {error}; install it: {command}") from error
-    template = datasets.load_mni152_template(resolution=1)
-    maps = template, datasets.load_mni152_gm_template(resolution=1), datasets.load_mni152_wm_template(resolution=1)
+    loads = datasets.load_mni152_template, datasets.load_mni152_gm_template, datasets.load_mni152_wm_template
+    maps = [load(resolution=1) for load in loads]
     image, gray, white = (np.rint(LEVELS * np.asarray(one.dataobj)).astype(np.int16) for one in maps)
-    yield GeneratedCase("mni152", image, mni152_labels(gray, white), template.affine)
+    yield GeneratedCase("mni152", image, mni152_labels(gray, white), maps[0].affine)
 
 
 def mni152_labels(gray: np.ndarray, white: np.ndarray) -> np.ndarray:

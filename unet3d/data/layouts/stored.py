@@ -284,11 +284,8 @@ def _images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Pa
     """Return the images of a folder by case, whose label maps have these names. Raises UserError where one has none."""
     stems = nifti.by_stem(nifti.volumes_in(images))
     counts = Counter(map(nifti.without_channel, maps))
-    of_several = {}
-    for name, path in maps.items():
-        case_id = nifti.without_channel(name)
-        if f"{case_id}_0001" in stems and counts[case_id] == 1:  # else cases are numbered so
-            of_several[name] = path
+    alone = [name for name in maps if counts[nifti.without_channel(name)] == 1]  # else cases are numbered so
+    of_several = {name: maps[name] for name in alone if f"{nifti.without_channel(name)}_0001" in stems}
     _refuse_channel_names(of_several, stems)
     grouped = dict[str, list[Path]]()
     for name, path in stems.items():
