@@ -18,8 +18,7 @@ from unet3d.cli import lifecycle
 from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.compose import refuse_changes
-from unet3d.data import prepare
-from unet3d.run import run_folder
+from unet3d.run import job, run_folder
 from unet3d.run.run_folder import MemoryFile, read_memory
 from unet3d.run.training_state import CheckpointManager, refuse_other_data
 from unet3d.run.validation import Validator
@@ -250,7 +249,7 @@ def test_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
 
 
 def stop_reading() -> None:
-    call(prepare, "prepare_data", 1, functools.partial(send, signal.SIGTERM))
+    call(job, "prepare_data", 1, functools.partial(send, signal.SIGTERM))
 
 
 def die_saving(number: int) -> None:
