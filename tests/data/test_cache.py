@@ -28,11 +28,12 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Augment, Config, Data
-from unet3d.data import cache, loader, prepare, preprocess
+from unet3d.data import cache, loader, preprocess
 from unet3d.data.cache import CASE, DiskCache, key_of
 from unet3d.data.cases import Case
 from unet3d.data.patches import Patches, PreparedCase, crop
 from unet3d.data.prepare import PreparedData, prepare_data
+from unet3d.run import job
 
 SHAPE = (21, 18, 13)
 SEMI = {"semi": True, "sparse": [3, 3, 2], "scored": [2, 2, 2]}
@@ -179,7 +180,7 @@ def limit(kind: int, field: str) -> None:
 
 
 def limit_addresses() -> None:
-    call(prepare, "prepare_data", 1, lambda: limit(resource.RLIMIT_AS, "VmSize"))
+    call(job, "prepare_data", 1, lambda: limit(resource.RLIMIT_AS, "VmSize"))
 
 
 @pytest.fixture(scope="module")
