@@ -32,7 +32,7 @@ import torch
 from unet3d.base.types import MIB, mib
 from unet3d.config.schema import Augment, Config, Data
 from unet3d.data.loader import batches
-from unet3d.data.patches import Patches, intensity_changes
+from unet3d.data.patches import Patches, intensities
 from unet3d.data.prepare import PreparedData, prepare_data
 
 SIDE, BYTES = 160, 6  # voxels of a case along each axis; of a voxel once prepared
@@ -78,7 +78,7 @@ def drop(data: PreparedData, root: Path) -> None:
 def serve(way: str, root: Path, room: int) -> None:
     """Answer each line of stdin, a row of the table and a round, by seconds and a digest of the patches."""
     torch.set_num_threads(1)
-    intensity_changes(Augment())  # what is loaded late
+    intensities(Augment())  # what is loaded late
     if way == "disk":
         most = allocated() + room * MIB
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -132,7 +132,7 @@ def begin(way: str, root: Path, room: int) -> subprocess.Popen:
 
 def limit_of(room: int) -> int:
     """What the process of data.cache=disk will be allowed."""
-    program = "import cache as c; c.torch.set_num_threads(1); c.intensity_changes(c.Augment()); print(c.allocated())"
+    program = "import cache as c; c.torch.set_num_threads(1); c.intensities(c.Augment()); print(c.allocated())"
     found = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, check=True)
     return int(found.stdout) + room * MIB
 

@@ -43,7 +43,7 @@ def test_the_layout_of_the_docs_is_a_file_and_nothing_else(tmp_path: Path) -> No
 
 
 def test_what_layouts_say_of_themselves_is_read_without_loading_them() -> None:
-    assert GENERATED == ("phantom", "mni152") and [*LAYOUTS][2:] == ["decathlon", "nnunet", "folders"]
+    assert GENERATED == ("phantom", "mni152") and {*LAYOUTS} >= {*GENERATED, "decathlon", "nnunet", "folders"}
     assert FACTS["data.format"]["among"] == tuple(LAYOUTS)
     program = "import sys, unet3d.config.schema; print([name for name in ('torch', 'nibabel') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

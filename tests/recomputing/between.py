@@ -10,7 +10,7 @@ from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.trace import trace
 
 SHAPES = ((13, 5, 4), (5, 11, 4), (3, 4, 9))  # rows lie along the longest axis
-TILES = (5, 1, 5)  # of the largest map: few rows at a time, or all at once
+TILES = 5  # of the largest map: few rows at a time
 ALL = (0, 1, 2)
 CHANNELS = 4
 Operation = nn.Module | Callable[..., Tensor]
@@ -35,11 +35,10 @@ class Between(nn.Module):
         return logits, self.again(maps[0])
 
 
-def check(operation: Operation, inputs: int = 1, outputs: int = CHANNELS, axes: Sequence[int] = (1, 2)) -> None:
-    """Compare the operation with rows along some axes of D H W, in tiles of a few rows and in one tile."""
-    for number in axes:
+def check(operation: Operation, inputs: int = 1, outputs: int = CHANNELS, axes: Sequence[int] = ALL) -> None:
+    """Compare the operation with rows along some axes of D H W, in tiles of a few rows, and in one tile, too."""
+    for number, tiles in (*((axis, TILES) for axis in axes), (axes[-1], 1)):
         shape = SHAPES[number]
-        tiles = TILES[number]
         torch.manual_seed(number)
         network = Between(operation, inputs, outputs, is_read_again=number % 2 == 0)
         image = torch.randn(1 + number % 2, 2, *shape)

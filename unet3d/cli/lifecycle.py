@@ -31,7 +31,8 @@ LOCK = ".lock"
 OVERRIDES = "overrides.yaml"  # the command line's options
 RUNNING = "running\n"  # STATUS as a run begins
 CUT_SHORT = tuple(f"exit code {code}\n" for code in (UserError.exit_code, Preempted.exit_code, INTERRUPTED))
-UNFORESEEN = re.compile(r"failed: [\w.]+\(")  # STATUS of a run that an error ended which nobody foresaw
+# How STATUS begins where another process of the run was lost: what `LoaderError` and `RankLost` say.
+LOST = tuple(f"failed: {how}" for how in ("rank ", "no batch of ", "DataLoader ", "no room in shared", "too many open"))
 TrainingJob = Callable[[Config, Path, signals.Stop], None]  # ends early, by Preempted, once it is asked to stop
 GRACE = 10  # seconds in which a process that was interrupted twice may end by itself
 
@@ -227,7 +228,7 @@ def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
     has_checkpoint = bool(checkpoints(folder))
     has_records = (folder / "metrics.jsonl").exists()
     _, text = status(folder)
-    was_lost = text.startswith("failed: ") and UNFORESEEN.match(text) is None  # killed, or another process of it was
+    was_lost = text.startswith(("failed: killed by ", *LOST))
     left_nothing = text == RUNNING or was_lost or text.endswith(CUT_SHORT)
     if has_checkpoint or (has_records and (is_dry or not is_locked or not left_nothing)):
         remedy = "choose another folder, or resume it" if has_checkpoint else "choose another folder"

@@ -100,7 +100,7 @@ def _idle(config: Config) -> Iterator[tuple[str, str, bool]]:
     has_no_entropy = config.loss.path is None and not LOSSES[config.loss.name].get("ce")
     yield "model.inplace", "for this model.activation", model.activation not in ("relu", "leaky_relu")
     yield "model.residual", "beside model.blocks, which are residual", model.blocks is not None
-    yield "data.classes", "for this data.format: dataset.json names the classes", is_named
+    yield "data.classes", "for this data.format, whose files name the classes", is_named
     yield "data.cache_root", "without data.cache=disk", data.cache != "disk"
     yield "data.val_fraction", "beside data.fold or data.split", data.fold is not None or data.split is not None
     for name in ("data.val_fraction", "data.groups"):

@@ -9,7 +9,10 @@ import hashlib
 import json
 import os
 import resource
+import stat
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -46,8 +49,8 @@ KINDS = {  # type and number of axes of each array
 
 
 def key_of(*values: object) -> str:
-    """Return the digest of plain values, of this format, and of the versions of the libraries that prepare cases."""
-    return hashlib.sha256(json.dumps([FORMAT, VERSIONS, values]).encode()).hexdigest()
+    """Return the digest of plain values, of this format and byte order, and of the libraries that prepare cases."""
+    return hashlib.sha256(json.dumps([FORMAT, sys.byteorder, VERSIONS, values]).encode()).hexdigest()
 
 
 def folder(path: str | None) -> Path:
@@ -100,7 +103,9 @@ class DiskCache:
 
     def holds(self, key: str) -> bool:
         """Return whether the file of the key has been written."""
-        return os.path.isfile(self._path(key))
+        with suppress(OSError):
+            return stat.S_ISREG(self._path(key).lstat().st_mode)
+        return False
 
     def room(self) -> int:
         """Return the free bytes of its disk, once what killed processes have left is removed."""

@@ -22,11 +22,18 @@ MAX_NAME = 255  # bytes of a file's name
 NAME_SHOWN = 40  # letters of a name that is too long
 
 
-def warn_or_raise(lines: Sequence[str]) -> None:
-    """Print warnings, once for all ranks. Raises UserError with the other lines, if there are any."""
-    problems = [line for line in lines if not line.startswith(WARNING)]
+def raise_listed(problems: Sequence[str]) -> None:
+    """Raise UserError with all problems, a line each, if there are any."""
     if problems:
         raise UserError("\n".join(listed(problems)))
+
+
+def warn_or_raise(lines: Sequence[str]) -> None:
+    """Print warnings, once for all ranks. Raises UserError with the other lines, if there are any.
+
+    Not for lines that may begin with a name of a file: whoever chose it could make a warning of a problem.
+    """
+    raise_listed([line for line in lines if not line.startswith(WARNING)])
     for line in listed(lines) if ranks.RANK == 0 else ():
         print(escaped(line), file=sys.stderr)
 
@@ -157,7 +164,7 @@ def sorted_cases(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     """Return the cases by id: at least one, and no id twice. Raises UserError."""
     by_id = dict[str, Case]()
     for case in cases:
-        if not is_plain(case.id):
+        if not is_plain(case.id) or case.id.startswith(WARNING):
             raise UserError(f"{where}: {case.id!r} cannot name a case; rename its files")
         refuse_long(where, case.id)
         if case.id in by_id:

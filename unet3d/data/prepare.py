@@ -14,7 +14,7 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
 from unet3d.data import cache
-from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset, warn_or_raise
+from unet3d.data.cases import WARNING, Case, DatasetInfo, raise_listed, read_dataset, warn_or_raise
 from unet3d.data.check import check_headers
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import Seen, intensity_rules, kinds_of, normalise, sampled
@@ -76,7 +76,7 @@ def prepare_data(options: Data) -> PreparedData:
                 digests = voxel_digests(train, val, headers, files)
             else:
                 digests = {case.id: reader.digest(case) for case in cases}
-            warn_or_raise([*leaks(train, val, digests, files)])
+            raise_listed([*leaks(train, val, digests, files)])
     read_train, read_val = _readers(options, reader, train)
     data = PreparedData(dataset, train, val, reader, read_train, read_val, headers)
     if options.cache != "off":  # which reads nothing before the first step

@@ -18,7 +18,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
 from unet3d.data.cache import CASE, LABELS, Arrays, DiskCache, fit_case, fit_labels, key_of, label_arrays, labels_of
-from unet3d.data.cases import Case, DatasetInfo, warn_or_raise
+from unet3d.data.cases import Case, DatasetInfo, raise_listed
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise
 from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
@@ -163,7 +163,7 @@ def usable(
             problems.append(error)
         else:
             yield case, result
-    warn_or_raise(messages(problems))
+    raise_listed(messages(problems))
 
 
 @dataclass(frozen=True)

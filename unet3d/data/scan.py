@@ -23,7 +23,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
+from unet3d.data.cases import WARNING, Case, DatasetInfo, raise_listed
 from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
 from unet3d.data.nifti import OpenFile, affine_if_sound, form_taken, problem, two_sizes
 from unet3d.data.texts import shown_names
@@ -297,7 +297,7 @@ def voxel_digests(
         except UserError as error:
             problems.append(str(error))
     shares = ranks.gather((by_id, problems))
-    warn_or_raise([line for _, lines in shares for line in lines])
+    raise_listed([line for _, lines in shares for line in lines])
     return {case_id: digest for found, _ in shares for case_id, digest in found.items()}
 
 

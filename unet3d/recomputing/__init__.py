@@ -16,7 +16,7 @@ In reading order:
     program         maps, their tiles and schedules, for images of one size
     instructions    what a schedule is made from, and consists of
     compiler        a stage, compiled into instructions and bytes
-    schedule        a table of the maps that stay, compiled stage by stage, and a check of what that gives
+    schedule        a table of the maps that stay, compiled stage by stage
     search          the schedules that none beats in both bytes and work
     plans           which of them a step follows, and what a user reads of it
     compute         one map: computed, and its gradient sent to the maps before, by tiles or as a group

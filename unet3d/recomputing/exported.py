@@ -298,9 +298,8 @@ class Reader:
         assert callable(node.target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._fake)
         again = node.target(*args, **kwargs)
-        if any(
-            tensor.dtype != other.dtype for tensor, other in zip(tree_leaves(again), tree_leaves(fake), strict=True)
-        ):
+        pairs = zip(tree_leaves(again), tree_leaves(fake), strict=True)
+        if any(getattr(leaf, "dtype", None) != getattr(other, "dtype", None) for leaf, other in pairs):
             self.fakes[node] = again
         return self.fakes.get(node, fake)
 

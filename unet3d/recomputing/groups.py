@@ -307,7 +307,7 @@ def _in_equation(value: Value, dimension: int) -> Places | None:
 
 def _in_first(value: Value, dimension: int) -> int | None:
     """Return the place of a dimension in the first argument; None where it is mixed, cut, or not followed."""
-    source = value.args[0]
+    source = value.args[0] if value.args else None
     count = len(value.shape)
     if not isinstance(source, Value):
         return None

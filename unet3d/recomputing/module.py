@@ -91,6 +91,10 @@ class Recomputed(nn.Module):
         device_type: str | None = None,
     ) -> None:
         """Share the network's state. `device_type`: "cuda" for tiles of a GPU; None: of where the image is."""
+        if plan not in PLANS:
+            raise UserError(f"plan={plan}: choose {', '.join(PLANS)}")
+        if (plan == "auto") != (budget is not None):
+            raise UserError(f"plan={plan}, budget={budget}: a budget goes with plan=auto, and only with it")
         object.__setattr__(self, "__dict__", vars(model))
         type.__setattr__(
             type(self),
@@ -163,12 +167,6 @@ class Schedules:
     programs: dict[Any, Program] = field(default_factory=dict)
     prepared: dict[Any, Program] = field(default_factory=dict)  # before a schedule is chosen; networks may share them
     code: Code | None = None
-
-    def __post_init__(self) -> None:
-        if self.plan not in PLANS:
-            raise UserError(f"plan={self.plan}: choose {', '.join(PLANS)}")
-        if (self.plan == "auto") != (self.budget is not None):
-            raise UserError(f"plan={self.plan}, budget={self.budget}: a budget goes with plan=auto, and only with it")
 
     def options(self) -> dict[str, Any]:
         """Return what was asked for."""

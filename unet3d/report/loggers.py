@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -52,9 +51,20 @@ class Loggers:
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
         self._call("scalars", values, step)
 
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        """Return what calls a method that a logger may have."""
-        return partial(self._call, method)
+    def image(self, key: str, path: Path, step: int) -> None:
+        self._call("image", key, path, step)
+
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
+        self._call("table", key, columns, rows)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        self._call("summary", values)
+
+    def checkpoint(self, path: Path) -> None:
+        self._call("checkpoint", path)
+
+    def close(self, exit_code: int) -> None:
+        self._call("close", exit_code)
 
     @property
     def wants_images(self) -> bool:

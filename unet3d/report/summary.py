@@ -1,7 +1,7 @@
 """A run in a few sentences and numbers, for its page and for the closing lines on the terminal.
 
 The receipt is of a run that kept a plan: what was planned beside what was measured, and both errors. The paragraph for
-the methods section of a paper is templates/methods.txt; the schema says `untold=` of the options that it does not tell.
+the methods section of a paper is templates/methods.txt; `UNTOLD` in config/schema.py says why the others are not told.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

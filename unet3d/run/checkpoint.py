@@ -108,7 +108,7 @@ def networks_of(path: Path, state: dict[str, Any]) -> TrainedNetworks:
             splits=[dict(split) for split in state.get("splits", [split_of(config.data)])],
             largest=tuple(state.get("largest", ())),
             seen=None if state["seen"] is None else Seen.read(state["seen"], len(state["channels"])),
-            is_average=bool(state["average"]),
+            is_average=len(state["average"]) > 0,
             trained_on=tuple(trained_on) if isinstance(trained_on, list) else (),
         )
         _refuse_contradictions(trained)

@@ -215,12 +215,16 @@ class MeanOfLogits(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return mean logits N K D H W of images N C D H W."""
-        total: Any = 0
-        for network in self.networks:
-            logits = network(image)
-            total = total + (logits.sigmoid() if self.has_regions else logits)
+        first, *others = self.networks
+        total = self._averaged(first(image))
+        for network in others:
+            total = total + self._averaged(network(image))
         mean: Tensor = total / len(self.networks)
         return mean.logit() if self.has_regions else mean
+
+    def _averaged(self, logits: Tensor) -> Tensor:
+        """Return what the mean is of."""
+        return logits.sigmoid() if self.has_regions else logits
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 Checkpointing calls a stage twice in a step. Buffers, attributes of modules, and the random numbers of Python and NumPy
 are put back for the second call; torch's own checkpointing does that for the random numbers of torch. What a call
-changes within an attribute, such as a list that grows, cannot be put back: it is refused by name where a look sees it.
+changes within an attribute, such as a list that grows, cannot be put back: it is refused by name where it is seen,
+which is one level deep and in the types of `FINGERPRINTS`.
 
-Class attributes, generators of torch's and what is written through `.data` are not seen so. The second call
-then computes other values, and gradients would be wrong. So in the first passes of a network a few
+Iterators, callables with a state, what lies deeper, class attributes and what is written through `.data` are not seen
+so. The second call then computes other values, and gradients would be wrong. So in the first passes of a network a few
 numbers of each operation's result are noted in the first call, and the numbers of the second call must be among them.
 Nothing is compared where tensors have no data, and nothing in later passes: a state that changes values only there, or
 none of the noted numbers, is not seen.
@@ -13,8 +14,9 @@ none of the noted numbers, is not seen.
 
 import math
 import random
+import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -31,10 +33,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.looking import Look
 from unet3d.recomputing.state import Observer, only_watches
 
 OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as an attribute, all else is torch's own
+COLLECTIONS = (list, tuple, set, frozenset, deque)
+VALUES = (int, float, str, bytes)  # compared by value, others by identity
 PASSES = 2  # of a network, that are compared
 NUMBERS = 256  # that are compared of a result, at most
 # How far they may differ: relative to their norm, root mean square. Kernels of a GPU need not give equal bits.
@@ -44,6 +47,22 @@ MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default  # by torch.tensor; it count
 Numbers = npt.NDArray[np.float64]
 
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def _tensor_version(tensor: Tensor) -> int | None:
+    """Return how often a tensor has been written to; None where torch does not count that."""
+    return None if tensor.is_inference() else tensor._version
+
+
+FINGERPRINTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # by type; they change as the value changes within
+    (Tensor, _tensor_version),
+    (np.ndarray, lambda array: zlib.crc32(array.tobytes())),
+    (bytearray, bytes),
+    (random.Random, lambda generator: repr(generator.getstate())),
+    (np.random.Generator, lambda generator: repr(generator.bit_generator.state)),
+    (np.random.RandomState, lambda generator: repr(generator.get_state())),
+    (torch.Generator, lambda generator: generator.get_state().numpy().tobytes()),
+)
 
 
 def checkpointed(model: nn.Module, image: Tensor, segment_starts: Sequence[int]) -> Any:
@@ -140,31 +159,29 @@ class Segment:
 
 
 class StageState:
-    """Buffers and attributes of a stage as they are before its first call of a step, and what is in them."""
+    """Buffers and attributes of a stage as they are before its first call of a step, and prints of what is in them."""
 
     def __init__(self, stage: nn.Module) -> None:
         self.stage = stage
         self.buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
         self.paths = {module: path for path, module in stage.named_modules()}
         self.attributes = {module: _attributes(module) for module in self.paths}
-        self.contents = self._contents()
+        self.fingerprints = self._fingerprints()
 
-    def _contents(self) -> dict[tuple[nn.Module, str], Any]:
+    def _fingerprints(self) -> dict[tuple[nn.Module, str], list[Any]]:
         """Return what changes as a value changes within, for each attribute from before and each parameter."""
-        contents: dict[tuple[nn.Module, str], Any] = {}
+        prints = {}
         with _disable_current_modes():  # a ledger or fake tensors
-            look = Look([*self.paths], packages=frozenset())
             for module, attributes in self.attributes.items():
-                contents |= {(module, name): look(value) for name, value in attributes.items()}
-                for name, parameter in module.named_parameters(recurse=False):
-                    contents[module, name] = None if parameter.is_inference() else parameter._version
-        return contents
+                values = attributes | dict(module.named_parameters(recurse=False))
+                prints.update({(module, name): _fingerprint(value) for name, value in values.items()})
+        return prints
 
     def refuse_changes_within(self) -> None:
         """Raise UserError, after the first call, for what has changed and cannot be put back."""
-        now = self._contents()
-        for (module, name), before in self.contents.items():
-            if before != now[module, name]:
+        now = self._fingerprints()
+        for (module, name), before in self.fingerprints.items():
+            if not _is_same(before, now[module, name]):
                 path = self.paths[module]
                 where = type(self.stage).__name__ + (f".{path}" if path else "")
                 fault = f"{name} of {type(module).__name__} changes within a forward pass"
@@ -196,6 +213,29 @@ def _replace_attributes(attributes_of: dict[nn.Module, dict[str, Any]]) -> None:
         for name in _attributes(module).keys() - attributes.keys():
             del vars(module)[name]
         vars(module).update(attributes)
+
+
+def _fingerprint(value: Any) -> list[Any]:
+    """Return the items of a value, and the fingerprints of it and of them: what changes within, one level deep."""
+    items: list[Any] = []
+    if isinstance(value, dict):
+        items = [*value, *value.values()]
+    elif isinstance(value, COLLECTIONS):
+        items = list(value)
+    elif hasattr(value, "__dict__") and not callable(value):  # modules and types are callable, too
+        items = list(vars(value).values())
+    prints = []
+    for item in (value, *items):
+        prints += [read(item) for kind, read in FINGERPRINTS if isinstance(item, kind)]
+    return items + prints
+
+
+def _is_same(before: list[Any], now: list[Any]) -> bool:
+    """Return whether two fingerprints agree."""
+    if len(before) != len(now):
+        return False
+    pairs = zip(before, now, strict=True)
+    return all(old is new or (isinstance(old, VALUES) and old == new) for old, new in pairs)
 
 
 def _random_numbers() -> tuple[Any, Any]:
@@ -293,5 +333,12 @@ def _numbers(tensor: Tensor) -> Numbers | None:
             return None
         step = max(1, size // NUMBERS) | 1  # odd, or all may be of a few channels or columns
         count = math.ceil(size / step)
-        sample = tensor.detach().as_strided((count,), (step,)).cpu()
-        return sample.to(torch.float64, copy=True).numpy()
+        return _as_numpy(tensor.detach().as_strided((count,), (step,)).cpu())
+
+
+def _as_numpy(sample: Tensor) -> Numbers:
+    """Return a copy of numbers on the CPU, in memory of NumPy: torch's allocator is measured."""
+    if sample.dtype == torch.bfloat16:  # the upper half of a float32; NumPy has no such type
+        bits = sample.view(torch.int16).numpy().astype(np.int32)
+        return (bits << 16).view(np.float32).astype(np.float64)
+    return sample.numpy().astype(np.float64)
