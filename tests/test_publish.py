@@ -121,6 +121,14 @@ def test_a_published_checkpoint_of_wrong_networks_is_refused(finished: Path, tmp
             predict.load(tmp_path / "wrong.pt", "cpu")
 
 
+@pytest.mark.parametrize("average", [7, [7], "ab", {"x": 1}, torch.zeros(3, 2)], ids=repr)
+def test_an_average_that_is_none_of_a_network_is_refused(finished: Path, tmp_path: Path, average: Any) -> None:
+    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
+    checkpoint.save_checkpoint(tmp_path / "wrong.pt", state | {"average": average})
+    with pytest.raises(CheckpointError, match=r"wrong\.pt"):
+        predict.load(tmp_path / "wrong.pt", "cpu")
+
+
 @pytest.mark.parametrize("key", ["channels", "step", "model_options"])
 def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
     state = checkpoint.load_checkpoint(pair[1])

@@ -527,6 +527,9 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
         pytest.param([f"{'a' * 249}.nii"], [f"{'a' * 249}.nii"], ["249", ".nii.gz", "255"], id="long name"),
         ([f"{'ä' * 125}.nii"], [f"{'ä' * 125}.nii"], ["125", ".nii.gz", "255"]),
         pytest.param(["a\x1b[2J.nii"], ["a\x1b[2J.nii"], ["/labels: ", r"'a\x1b[2J'"], id="odd name"),
+        pytest.param(
+            ["warning: a.nii"], ["warning: a.nii"], ["/labels: ", "'warning: a'"], id="a line that only warns"
+        ),
         ([], ["a.nii"], ["/images: ", "data.root"]),
     ],
 )
