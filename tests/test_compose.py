@@ -164,7 +164,7 @@ IDLE = {
     ("model.activation=prelu", "model.inplace=true"): ["model.inplace=True", "model.activation"],
     ("model.activation=silu", "model.inplace=true"): ["model.inplace=True", "model.activation"],
     ("model=unet_tiny", "model.blocks=[1,2,2]", "model.residual=true"): ["model.residual=True", "model.blocks"],
-    ("data.classes=[a,b]",): ["data.classes=['a', 'b']", "data.format", "dataset.json"],
+    ("data.classes=[a,b]",): ["data.classes=['a', 'b']", "data.format", "files name the classes"],
     ("data.fold=1", "data.val_fraction=0.3"): ["data.val_fraction=0.3", "data.fold", "data.split"],
     (*SEMI, "data.val_fraction=0.5"): ["data.val_fraction=0.5", "data.semi=true"],
     ("loss=dice", "loss.weights=[1,1,1,1]"): ["loss.weights=[1.0, 1.0, 1.0, 1.0]", "cross-entropy"],
