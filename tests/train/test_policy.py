@@ -215,6 +215,24 @@ class Drawing(nn.Module):
         return x * self.rng.random()
 
 
+class DrawingByTorch(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(1, generator=self.generator)
+
+
+class Pointing(Counting):
+    """A buffer that an attribute holds, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.all = {"count": self.count}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.all["count"] += 1
+        return self.conv(x * self.count)
+
+
 class Clamping(Counting):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -235,11 +253,13 @@ def hooked() -> nn.Module:
         (lambda: nn.Sequential(Listing(), convolution(), convolution()), r"Listing\b.*\bseen"),
         (lambda: nn.Sequential(nn.Sequential(Filling()), convolution(), convolution()), r"\.0\b.*\bscale of Filling"),
         (lambda: nn.Sequential(Drawing(), convolution(), convolution()), r"\brng of Drawing"),
+        (lambda: nn.Sequential(DrawingByTorch(), convolution(), convolution()), r"\bgenerator of DrawingByTorch"),
+        (lambda: nn.Sequential(Pointing(), convolution(), convolution()), r"\ball of Pointing"),
         (lambda: nn.Sequential(Clamping(), convolution(), convolution()), r"weight of Conv3d"),
         (lambda: nn.Sequential(convolution(), nn.ReLU(inplace=True), convolution()), r"\bReLU\b.*\binplace=False"),
         (hooked, r"\bSequential\b.*\bhooks"),
     ],
-    ids=["list", "tensor", "generator", "weight", "in place", "hook"],
+    ids=["list", "tensor", "generator", "generator of torch", "buffer", "weight", "in place", "hook"],
 )
 def test_what_cannot_be_put_back_is_refused_by_name(make: Callable[[], nn.Module], named: str) -> None:
     image = torch.randn(1, 2, 6, 6, 6)

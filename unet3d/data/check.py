@@ -158,8 +158,10 @@ def _read_content(
             with files.opened(case, path) as file:
                 if path == case.label:
                     label = read_classes(file, values)
-                    labels = _occurring(label)
-                    kept = _occurring(on_network_grid(label, case, file.image, files.options.spacing, dataset.ignore))
+                    labels = kept = _occurring(label)
+                    spacing = files.options.spacing
+                    if spacing is not None:  # else all voxels stay
+                        kept = _occurring(on_network_grid(label, case, file.image, spacing, dataset.ignore))
                     continue
                 voxels, nonfinite = read_image(file, files.replaces_nonfinite)
             channels += map(channel_digest, voxels)

@@ -354,7 +354,7 @@ def _decide_batch(draft: Draft, limit: str) -> str:
         reason = f"at least {LEAST_BATCH} for variety; {limit}"
         draft.decide("batch", str(batch), reason, f"batch={max(1, batch // 2)}")
     if batch >= BATCHES[draft.device]:
-        return f"{batch} of them are enough for a step"
+        return f"{batch} patches are enough for a step"
     return "two at once do not fit" if accumulate > 1 else limit
 
 
