@@ -1,7 +1,7 @@
 """The networks that the field uses: parameters, and the memory of a training step as unet3d predicts it.
 
     pip install -c constraints.txt -e ".[bench]"
-    python benchmarks/field.py --markdown docs/field.md
+    python benchmarks/field.py --markdown docs/results.md
     python benchmarks/field.py --check
 
 The first line predicts a step of each network of `field_networks.py`, plain and with `unet3d.recompute`, in float32 and
@@ -84,20 +84,15 @@ def planned_networks(
 
 
 def figures_of(network: nn.Module, shape: Shape, device: str, precision: str) -> Numbers:
-    """Return what is predicted of a step with AdamW: bytes by name, kind and phase, and the largest layer."""
+    """Return the bytes that are predicted of a step with AdamW, by name."""
     explanation = any_network.predict(network, shape, amp=amp_of(precision), device=device)
     assert not explanation.guesses, explanation.guesses
     entry = explanation.entry
-    largest = max(explanation.layers, key=lambda layer: layer["bytes"])
     return {
         "tensors": explanation.peak_bytes,
         "allocated": entry.get("allocated_bytes"),
         "reserved": entry.get("reserved_bytes"),
         "workspaces": entry.get("workspace_bytes"),
-        "kinds": explanation.categories,
-        "phases": {name: peaks["steady"] for name, peaks in explanation.phases.items()},
-        "moment": explanation.ledger["moment"]["words"],
-        "layer": [largest["module"], largest["bytes"]],
     }
 
 

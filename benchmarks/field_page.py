@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from field_networks import Entry
 
-from unet3d.memory.tables import phase_name
-
 GIB = 2**30
-BEGIN = "<!-- begin: python benchmarks/field.py --markdown docs/field.md -->"
+BEGIN = "<!-- begin: python benchmarks/field.py --markdown docs/results.md -->"
 END = "<!-- end -->"
 PLANS = ("plain", "lean", "tiles")
 MARKERS = {"plain": "o", "lean": "s", "tiles": "v"}
 COLOURS = {"plain": "C3", "lean": "C0", "tiles": "C2"}
 DRAWN = "cuda bf16"  # the figures of the picture
-PHASES = ("forward", "loss", "backward", "step")
 LINE = 1.12  # from the height of a name to that of the next below, as a ratio
 NARROW = 12e6  # parameters; labels of smaller networks are at the left
 DASH = "-"
@@ -41,10 +38,6 @@ def tables(entries: Sequence[Entry], results: Results) -> str:
     if any("cpu float32" in settings for settings in results.values()):
         parts.append("On the CPU, with one thread, tensors:")
         parts.append("\n".join(tensors_table(entries, results)))
-    parts.append("What is held at the peak (bf16, as on CUDA, tensors), and the layer that holds most of it:")
-    parts.append("\n".join(kinds_table(entries, results)))
-    parts.append("The peak of each phase of a step (bf16, as on CUDA, tensors):")
-    parts.append("\n".join(phases_table(entries, results)))
     parts.append("What is predicted, and the CPU seconds of one core that all of a network's predictions took:")
     parts.append("\n".join(sources(entries, results)))
     return "\n\n".join(parts)
@@ -90,36 +83,6 @@ def cuda_table(entries: Sequence[Entry], results: Results, setting: str) -> Iter
             else:
                 cells.append(" / ".join(gib(figures[name]) for name in ("tensors", "allocated", "reserved")))
         yield f"| {entry.title} | {' | '.join(cells)} |"
-
-
-def kinds_table(entries: Sequence[Entry], results: Results) -> Iterator[str]:
-    """Yield the lines of what is held at the peak."""
-    yield "| network | plan | weights, gradients, optimizer state | activations | temporaries | batch | largest layer |"
-    yield "|---|---|---:|---:|---:|---:|---|"
-    for entry, plan, figures in plain_and_tiles(entries, results):
-        kinds = figures["kinds"]
-        state = kinds["params"] + kinds["grads"] + kinds["optimizer"]
-        sizes = [gib(size) for size in (state, kinds["activations"], kinds["temporaries"], kinds["inputs"])]
-        module, size = figures["layer"]
-        yield f"| {entry.title} | {plan} | {' | '.join(sizes)} | `{module}`, {gib(size)} |"
-
-
-def phases_table(entries: Sequence[Entry], results: Results) -> Iterator[str]:
-    """Yield the lines of peaks by phase."""
-    yield f"| network | plan | {' | '.join(map(phase_name, PHASES))} | the peak is in |"
-    yield f"|---|---|{'---:|' * len(PHASES)}---|"
-    for entry, plan, figures in plain_and_tiles(entries, results):
-        sizes = [gib(figures["phases"][phase]) for phase in PHASES]
-        yield f"| {entry.title} | {plan} | {' | '.join(sizes)} | {figures['moment']} |"
-
-
-def plain_and_tiles(entries: Sequence[Entry], results: Results) -> Iterator[tuple[Entry, str, Numbers]]:
-    """Yield each network plain and with tiles, and what is predicted of it in the picture's setting."""
-    for entry in entries:
-        for plan in ("plain", "tiles"):
-            figures = plan_of(entry, results, DRAWN, plan)
-            if figures is not None:
-                yield entry, plan, figures
 
 
 def sources(entries: Sequence[Entry], results: Results) -> Iterator[str]:

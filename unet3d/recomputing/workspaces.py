@@ -3,7 +3,7 @@
 Tensor cores read maps with channels last. Of N C D H W maps in half precision or TF32, cuDNN therefore transposes the
 input, the output and the filter in a workspace, each with its channels filled up to a multiple of 8 (TF32: 4). The
 gradient of a filter is summed up in parts beside that. `benchmarks/workspaces.py` compares the rule with a GPU's
-allocator; docs/gpu.md has what it found. Other GPUs and other versions of cuDNN may choose other engines.
+allocator; docs/results.md has what it found. Other GPUs and other versions of cuDNN may choose other engines.
 """
 
 import math
