@@ -15,7 +15,7 @@ from unet3d.recomputing.instructions import Sizes
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program, TilePlan, Traced, reads_back, reads_far_back, waiting_numbers
 from unet3d.recomputing.readable import Code, code_of, snapshot
-from unet3d.recomputing.scratch import Scratch, fixed_bytes, scratch_bytes
+from unet3d.recomputing.scratch import Scratch, fixed_bytes, is_normalised, scratch_bytes
 from unet3d.recomputing.trace import trace
 
 CHEAP_STEM = 0.05  # of a forward pass: less work than this may be done again for each tile that reads a map
@@ -60,7 +60,7 @@ def sizes_of(
         sources=[_indices(map_.sources, index_of) for map_ in maps],
         reads=[frozenset(_indices(_reads(program, map_), index_of)) for map_ in maps],
         needs_gradient=[map_.value in program.wanted for map_ in maps],
-        is_normalised=[_is_normalised(program, map_) for map_ in maps],
+        is_normalised=[is_normalised(program, map_) for map_ in maps],
         outputs=outputs,
         can_overwrite_input=[frozenset(places.map) for places in over],
         grad_can_reuse_grad=[frozenset(places.gradient) for places in over],
@@ -106,11 +106,6 @@ def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]
                 seen.add(name)
                 of_weights[map_.index] += trained[name]
     return of_weights
-
-
-def _is_normalised(program: Program, map_: Map) -> bool:
-    """Return whether the gradient of a map has a part that its statistics give."""
-    return any(norm in program.wanted for norm in map_.norms)
 
 
 def _is_cheap_stem(program: Program, map_: Map, work: float) -> bool:

@@ -6,7 +6,7 @@ like the second. Only `BackwardTwoPass` runs all tiles. What the network's own p
 
 import random
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from unet3d.recomputing.compiler import TWO_PASS_WORK
 from unet3d.recomputing.fake_kernels import GradientSums
 from unet3d.recomputing.function import derived_tensors, tensors_of
 from unet3d.recomputing.graph import Value
-from unet3d.recomputing.instructions import Place, Target, Workspace
+from unet3d.recomputing.instructions import Target, Workspace
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import MapPlan, Program
 from unet3d.recomputing.run import Executor
@@ -251,6 +251,11 @@ def streamable_sources(program: Program, map_: Map) -> tuple[Value, ...]:
     return tuple(other.value for other in stems)
 
 
+def is_normalised(program: Program, map_: Map) -> bool:
+    """Return whether the gradient of a map has a part that its statistics give."""
+    return any(norm in program.wanted for norm in map_.norms)
+
+
 class _Meter:
     """Carries out one instruction at a time and counts its bytes."""
 
@@ -266,146 +271,80 @@ class _Meter:
 
     def scratch(self, map_: Map, of_make: int) -> Scratch:
         """Return the bytes of all instructions of a map; those of `compute` are known."""
-        workspace = Workspace(
-            compute=of_make,
-            backward=self.backward(map_),
-            backward_two_pass=self.backward_two_pass(map_),
-            norm_backward_tiled=self.norm_backward_tiled(map_),
-        )
-        stems = streamable_sources(self.program, map_)
+        workspace = self._workspace(map_, of_make)
         streamed = workspace
+        stems = streamable_sources(self.program, map_)
         if stems:
-            reads = self.program.plan(map_).reads
-            read = tuple(value for value in stems if value in reads)
-            streamed = Workspace(
-                compute=max(of_make, self.compute(map_, stems)),
-                backward=self.backward(map_, read),
-                backward_two_pass=self.backward_two_pass(map_, read),
-                norm_backward_tiled=self.norm_backward_tiled(map_, stems),
-            )
-        return Scratch(workspace, streamed, self.norm_backward(map_))
+            streamed = self._workspace(map_, max(of_make, self.compute(map_, stems)), stems)
+        return Scratch(workspace, streamed, self._norm_backward(map_))
+
+    def _workspace(self, map_: Map, of_make: int, streamed: tuple[Value, ...] = ()) -> Workspace:
+        """Return the bytes of instructions; `streamed`: sources that are computed tile by tile, and not stored."""
+        reads = self.program.plan(map_).reads if streamed else ()
+        read = tuple(value for value in streamed if value in reads)
+        return Workspace(
+            compute=of_make,
+            backward=self._backward(map_, read),
+            backward_two_pass=self._backward_two_pass(map_, read),
+            norm_backward_tiled=0 if map_.rule is None else self._norm_backward(map_, self.short.plan(map_, streamed)),
+        )
 
     def compute(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
-        """Return the bytes beside the map while it is made; `streamed`: sources computed tile by tile, not stored."""
+        """Return the bytes beside the map while it is made."""
         self._provide(map_, streamed)
-        with self.count:
-            self.run._compute(map_, None, streamed)
-        own = self.run.maps[map_.value].untyped_storage().nbytes()
-        self._forget()
-        return max(0, self.count.peak - own)
+        return self._measured(lambda: self.run._compute(map_, None, streamed))
 
-    def backward(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
+    def _backward(self, map_: Map, streamed: tuple[Value, ...]) -> int:
         """Return the bytes beside maps and gradients while the gradient of a map is sent."""
-        if map_.value not in self.run.program.wanted:
+        if map_.value not in self.program.wanted:
             return 0
         self._provide(map_, streamed)
         self._provide_gradient(map_)
-        with self.count:
-            self.run._backward(map_, [Target(index, "new") for index in self._wanted(map_)], streamed)
-        return self._rest()
+        targets = [Target(other.index, "new") for other in self._wanted(map_)]
+        return self._measured(lambda: self.run._backward(map_, targets, streamed))
 
-    def backward_two_pass(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
+    def _backward_two_pass(self, map_: Map, streamed: tuple[Value, ...]) -> int:
         """Return the same where the gradient of a normalised source is written over the source, at most."""
         most = 0
         if map_.rule is None or map_.operations > TWO_PASS_WORK * self.operations:
             return most
         # With tiles left out, the rows between them would count as rows that no tile reads, and be completed at once.
         self.run.program = self.program
-        for index in self._wanted(map_):
-            source = self.run.by_index[index]
-            if not source.norms or source.value in streamed:
-                continue
-            self._provide(map_, streamed)
-            self._provide_gradient(map_)
-            others = self._others(map_, index)
-            with self.count:
-                self.run._backward(map_, [*others, Target(index, "map")], streamed, is_two_pass=True)
-            most = max(most, self._rest())
+        for source in self._wanted(map_):
+            if source.norms and source.value not in streamed:
+                targets = [*self._others(map_, source), Target(source.index, "map")]
+                self._provide(map_, streamed)
+                self._provide_gradient(map_)
+                send = partial(self.run._backward, map_, targets, streamed, is_two_pass=True)
+                most = max(most, self._measured(send))
         self.run.program = self.short
         return most
 
-    def _others(self, map_: Map, index: int) -> list[Target]:
+    def _others(self, map_: Map, source: Map) -> list[Target]:
         """Return the targets beside one: the first that is as large as the map over its gradient."""
-        others: list[Target] = []
-        place: Place = "gradient"
-        for other in self._wanted(map_):
-            if other == index:
-                continue
-            if place == "gradient" and self.run.by_index[other].value.shape == map_.value.shape:
-                others.append(Target(other, place))
-                place = "new"
-            else:
-                others.append(Target(other, "new"))
-        return others
+        others = [other for other in self._wanted(map_) if other is not source]
+        alike = [other.index for other in others if other.value.shape == map_.value.shape]
+        return [Target(other.index, "gradient" if other.index in alike[:1] else "new") for other in others]
 
-    def norm_backward(self, map_: Map) -> int:
-        """Return the bytes beside the map and its gradient while what statistics give is added to it."""
-        if not self._is_completed(map_):
+    def _norm_backward(self, map_: Map, plan: MapPlan | None = None) -> int:
+        """Return the bytes while what statistics give is added to a map's gradient; `plan`: its rows are made first."""
+        if not is_normalised(self.program, map_):
             return 0
-        self.count.reset()
-        self.run.maps[map_.value] = torch.empty(map_.value.shape, dtype=self._dtype(map_), device=self.device)
-        self._give(self.run.maps[map_.value])
-        self._provide_sums(map_)
-        with self.count:
-            self.run._norm_backward(map_)
-        self.run.gradients.clear()
-        return self._rest()
-
-    def norm_backward_tiled(self, map_: Map, streamed: tuple[Value, ...] = ()) -> int:
-        """Return the same where rows of the map are made meanwhile."""
-        if map_.rule is None or not self._is_completed(map_):
-            return 0
-        self._provide(map_, streamed)
-        self._provide_sums(map_)
-        with self.count:
-            self.run._norm_backward(map_, self.short.plan(map_, streamed))
-        self.run.gradients.clear()
-        return self._rest()
-
-    def _is_completed(self, map_: Map) -> bool:
-        return any(norm in self.run.program.wanted for norm in map_.norms)
-
-    def _provide_sums(self, map_: Map) -> None:
-        """Put the gradient of a map there, and the sums from which it is completed."""
+        self._provide(map_, plan.ends if plan else ())
         self._provide_gradient(map_)
+        self.run.maps[map_.value] = self._given(map_.value, self._dtype(map_))
         for norm in map_.norms:
-            shape = map_.value.shape[:2]
             exact = self.run.state.statistics[norm].mean.dtype
-            sums = [torch.empty(shape, dtype=exact, device=self.device) for _ in range(2)]
-            self.run.state.sums[norm] = (sums[0], sums[1])
+            first, second = (torch.empty(map_.value.shape[:2], dtype=exact, device=self.device) for _ in range(2))
+            self.run.state.sums[norm] = (first, second)
+        return self._measured(lambda: self.run._norm_backward(map_, plan))
 
-    def _wanted(self, map_: Map) -> list[int]:
+    def _wanted(self, map_: Map) -> list[Map]:
         """Return the sources of a map that need a gradient."""
-        maps = self.run.by_index
-        wanted = self.run.program.wanted
-        return [other.index for other in maps if other.value in map_.sources and other.value in wanted]
+        wanted = self.program.wanted.intersection(map_.sources)
+        return [other for other in self.run.by_index if other.value in wanted]
 
-    def _provide_gradient(self, map_: Map) -> None:
-        readers = [other for other in self.run.by_index if map_.value in other.sources]
-        dtype = self._dtype(map_)
-        if dtype.is_floating_point and readers and all(other.rule is not None for other in readers):
-            dtype = self.dtype
-        gradient = torch.empty(map_.value.shape, dtype=dtype, device=self.device)
-        self.run.gradients[map_.value] = gradient
-        self._give(gradient)
-
-    def _give(self, tensor: Tensor) -> None:
-        """Leave a tensor out of the count."""
-        self.count.adopt(tensor)
-        self.given.add(tensor.untyped_storage()._cdata)
-
-    def _rest(self) -> int:
-        """Return the peak without the gradients that were made, and forget all."""
-        gradients = [*self.run.state.gradients.values(), *self.run.gradients.values()]
-        storages = {tensor.untyped_storage()._cdata: tensor for tensor in gradients if tensor is not None}
-        own = 0
-        for address, tensor in storages.items():
-            if address not in self.given:
-                own += tensor.untyped_storage().nbytes()
-        self._forget()
-        return max(0, self.count.peak - own)
-
-    def _provide(self, map_: Map, streamed: tuple[Value, ...] = ()) -> None:
+    def _provide(self, map_: Map, streamed: Collection[Value] = ()) -> None:
         """Put the sources there, and let views of weights be no tensors of their own."""
         self.count.reset()
         if streamed:
@@ -414,18 +353,36 @@ class _Meter:
         known = {other.value: other for other in self.run.by_index}
         for source in map_.sources:
             dtype = self._dtype(known[source]) if source in known else self.dtype
-            self.run.maps[source] = torch.empty(source.shape, dtype=dtype, device=self.device)
-            self._give(self.run.maps[source])
+            self.run.maps[source] = self._given(source, dtype)
+
+    def _provide_gradient(self, map_: Map) -> None:
+        readers = [other for other in self.run.by_index if map_.value in other.sources]
+        dtype = self._dtype(map_)
+        if dtype.is_floating_point and readers and all(other.rule is not None for other in readers):
+            dtype = self.dtype
+        self.run.gradients[map_.value] = self._given(map_.value, dtype)
+
+    def _given(self, value: Value, dtype: torch.dtype) -> Tensor:
+        """Return a tensor for a map or its gradient that is left out of the count."""
+        tensor = torch.empty(value.shape, dtype=dtype, device=self.device)
+        self.count.adopt(tensor)
+        self.given.add(tensor.untyped_storage()._cdata)
+        return tensor
 
     def _dtype(self, map_: Map) -> torch.dtype:
         if map_.rule is None or not map_.value.dtype.is_floating_point:
             return map_.value.dtype
         return self.dtype
 
-    def _forget(self) -> None:
+    def _measured(self, instruct: Callable[[], None]) -> int:
+        """Return the peak of an instruction without the maps and gradients that it made, and forget all."""
+        run = self.run
+        with self.count:
+            instruct()
+        made = [*run.maps.values(), *run.gradients.values(), *run.state.gradients.values()]
+        size_of = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made if t is not None}
+        own = sum(size for address, size in size_of.items() if address not in self.given)
         self.given.clear()
-        self.run.maps.clear()
-        self.run.state.sums.clear()
-        self.run.gradients.clear()
-        self.run.state.gradients.clear()
-        self.run.state.prepared.clear()
+        for known in (run.maps, run.gradients, run.state.sums, run.state.gradients, run.state.prepared):
+            known.clear()
+        return max(0, self.count.peak - own)
