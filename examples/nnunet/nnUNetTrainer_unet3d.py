@@ -1,4 +1,4 @@
-"""nnU-Net's trainer with a network that trains in less memory (docs/nnunet.md).
+"""nnU-Net's trainer with a network that trains in less memory (docs/coming-from-nnunet.md).
 
 nnUNet_extTrainer=examples/nnunet nnUNetv2_train 4 3d_fullres 0 -tr nnUNetTrainer_unet3d
 """
