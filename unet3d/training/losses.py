@@ -202,7 +202,9 @@ class InChunks(torch.autograd.Function):
         value = _value_of(sums, ctx.shares, has_background=options.regions is None)
         ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
         ctx.options = options
-        ctx.producer_keeps_no_output = _producer_keeps_no_output(logits)
+        # A convolution or a network by a program: neither reads its output in backward.
+        producers = ("ConvolutionBackward0", "RecomputeFunctionBackward")
+        ctx.producer_keeps_no_output = type(logits.grad_fn).__name__ in producers
         return value
 
     @staticmethod
@@ -220,8 +222,7 @@ class InChunks(torch.autograd.Function):
             by_size = overlap / size**2 / scores
             by_overlap[:, :background] = 0
             by_size[:, :background] = 0
-        write = _write_gradient if ctx.options.regions is None else _write_gradient_of_regions
-        write(out, logits, label, ctx.options, by_overlap, by_size, weight, gradient)
+        _write_gradient(out, logits, label, ctx.options, by_overlap, by_size, weight, gradient)
         return out, None, None, None, None
 
 
@@ -240,23 +241,36 @@ def _as_precise(options: LossOptions, logits: Tensor) -> LossOptions:
 
 def _sum_chunks(logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Sums:
     """Return this rank's sums over all chunks, for Dice, cross-entropy or both."""
-    if options.regions is not None:
-        return _sum_regions(logits, label, options, options.regions, dice, ce)
     weights = options.weights
     sums = Sums()
     for x, rows in _chunks(logits, options.chunk):
-        truth = _one_hot(x, label[:, rows])
-        log_p = x.log_softmax(1)
+        if options.regions is None:
+            truth = _one_hot(x, label[:, rows])
+            log_p = x.log_softmax(1)
+            if ce:
+                weighted = truth if weights is None else truth * _as_maps(weights[None])
+                sums.add(Sums(log_likelihood=(log_p * weighted).sum(), weight=weighted.sum()))
+                del weighted
+            if dice:
+                p = log_p.exp_()
+                p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
+                sums.add(Sums(overlap=(p * truth).sum(VOXELS)))
+                p.add_(truth)
+                sums.add(Sums(size=p.sum(VOXELS)))
+            continue
+        assert weights is not None
+        truth, valid = _in_regions(x, label[:, rows], options.regions)
         if ce:
-            weighted = truth if weights is None else truth * _as_maps(weights[None])
-            sums.add(Sums(log_likelihood=(log_p * weighted).sum(), weight=weighted.sum()))
-            del weighted
+            surprise = torch.logaddexp(x, torch.zeros_like(weights[0])).addcmul_(x, truth, value=-1)
+            surprise.mul_(valid).mul_(_as_maps(weights[None]))  # -log of the truth's probability
+            sums.add(Sums(log_likelihood=-surprise.sum(), weight=valid.sum() * weights.sum()))
+            del surprise
         if dice:
-            p = log_p.exp_()
-            p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
-            sums.add(Sums(overlap=(p * truth).sum(VOXELS)))
-            p.add_(truth)
-            sums.add(Sums(size=p.sum(VOXELS)))
+            p = x.sigmoid().mul_(valid)
+            sums.add(Sums(size=p.sum(VOXELS) + truth.sum(VOXELS)))
+            sums.add(Sums(overlap=p.mul_(truth).sum(VOXELS)))
+            del p
+        del x, truth, valid  # before the next chunk is made
     return sums
 
 
@@ -270,24 +284,40 @@ def _write_gradient(
     weight: Tensor | None,
     gradient: Tensor,
 ) -> None:
-    """Write the gradient of classes' logits to `out`, which may be `logits`."""
+    """Write the gradient of logits to `out`, which may be `logits`."""
+    weights = options.weights
     for x, rows in _chunks(logits, options.chunk):
-        truth = _one_hot(x, label[:, rows])
-        p = x.softmax(1)
-        valid = truth.sum(1, keepdim=True)
+        if options.regions is None:
+            truth = _one_hot(x, label[:, rows])
+            p = x.softmax(1)
+            valid = truth.sum(1, keepdim=True)
+        else:
+            truth, valid = _in_regions(x, label[:, rows], options.regions)
+            p = x.sigmoid()
         if by_overlap is not None and by_size is not None:
             grad_x = truth * _as_maps(by_overlap)
-            grad_x.add_(_as_maps(by_size)).mul_(valid)
-            grad_x.sub_((p * grad_x).sum(1, keepdim=True)).mul_(p)  # through the softmax
+            grad_x.add_(_as_maps(by_size))
+            if options.regions is None:
+                grad_x.mul_(valid)
+                grad_x.sub_((p * grad_x).sum(1, keepdim=True)).mul_(p)  # through the softmax
+            else:
+                grad_x.mul_(p)
+                grad_x.addcmul_(grad_x, p, value=-1)  # through the sigmoid
         else:
             grad_x = torch.zeros_like(p)
         if weight is not None:
             voxel_weight = valid
-            if options.weights is not None:
-                voxel_weight = (truth * _as_maps(options.weights[None])).sum(1, keepdim=True)
+            if weights is not None:
+                voxel_weight = _as_maps(weights[None])
+                if options.regions is None:
+                    voxel_weight = (truth * voxel_weight).sum(1, keepdim=True)
             p.sub_(truth).mul_(voxel_weight / weight)
             grad_x.add_(p)
+        if options.regions is not None:
+            grad_x.mul_(valid)
         out[:, :, rows] = grad_x.mul_(gradient)
+        if options.regions is not None:
+            del x, truth, valid, p, grad_x  # before the next chunk is made
 
 
 def _one_hot(x: Tensor, label: Tensor) -> Tensor:
@@ -297,63 +327,6 @@ def _one_hot(x: Tensor, label: Tensor) -> Tensor:
         # On a GPU, torch would sort the values of a tensor before it scatters them; the number 1 it need not.
         return torch.zeros_like(x).scatter_(1, index.clamp(min=0), 1).masked_fill_(index == IGNORE, 0)
     return torch.zeros_like(x).scatter_(1, index.clamp(min=0), (index != IGNORE).to(x.dtype))
-
-
-def _sum_regions(
-    logits: Tensor,
-    label: Tensor,
-    options: LossOptions,
-    table: Tensor,
-    dice: bool,
-    ce: bool,
-) -> Sums:
-    """Return what `_sum_chunks` does, of regions K L."""
-    assert options.weights is not None
-    weights = options.weights
-    sums = Sums()
-    zero = torch.zeros_like(weights[0])
-    for x, rows in _chunks(logits, options.chunk):
-        truth, valid = _in_regions(x, label[:, rows], table)
-        if ce:
-            surprise = torch.logaddexp(x, zero).addcmul_(x, truth, value=-1)  # -log of the truth's probability
-            surprise.mul_(valid).mul_(_as_maps(weights[None]))
-            sums.add(Sums(log_likelihood=-surprise.sum(), weight=valid.sum() * weights.sum()))
-            del surprise
-        if dice:
-            p = x.sigmoid().mul_(valid)
-            sums.add(Sums(size=p.sum(VOXELS) + truth.sum(VOXELS)))
-            sums.add(Sums(overlap=p.mul_(truth).sum(VOXELS)))
-            del p
-        del x, truth, valid  # before the next chunk is made
-    return sums
-
-
-def _write_gradient_of_regions(
-    out: Tensor,
-    logits: Tensor,
-    label: Tensor,
-    options: LossOptions,
-    by_overlap: Tensor | None,
-    by_size: Tensor | None,
-    weight: Tensor | None,
-    gradient: Tensor,
-) -> None:
-    """Write the gradient of regions' logits to `out`, which may be `logits`."""
-    assert options.weights is not None and options.regions is not None
-    for x, rows in _chunks(logits, options.chunk):
-        truth, valid = _in_regions(x, label[:, rows], options.regions)
-        p = x.sigmoid()
-        if by_overlap is not None and by_size is not None:
-            grad_x = truth * _as_maps(by_overlap)
-            grad_x.add_(_as_maps(by_size)).mul_(p)
-            grad_x.addcmul_(grad_x, p, value=-1)  # through the sigmoid
-        else:
-            grad_x = torch.zeros_like(p)
-        if weight is not None:
-            p.sub_(truth).mul_(_as_maps(options.weights[None] / weight))
-            grad_x.add_(p)
-        out[:, :, rows] = grad_x.mul_(valid).mul_(gradient)
-        del x, truth, valid, p, grad_x  # before the next chunk is made
 
 
 def _in_regions(x: Tensor, label: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -428,11 +401,6 @@ def _value_of(sums: Sums, shares: int, has_background: bool) -> Tensor:
         value = -gain if value is None else value - gain
     assert value is not None
     return value
-
-
-def _producer_keeps_no_output(logits: Tensor) -> bool:
-    """Return whether a convolution or a network by a program made the logits: neither reads its output in backward."""
-    return type(logits.grad_fn).__name__ in ("ConvolutionBackward0", "RecomputeFunctionBackward")
 
 
 def _reference_counts(tensor: Tensor) -> tuple[int, int]:
