@@ -11,8 +11,9 @@ from promises import promise
 from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved
 from unet3d.config import compose
+from unet3d.run import checkpoint
 from unet3d.run.training_state import CheckpointManager, TrainingState, rate_change
-from unet3d.training import checkpoint, optim
+from unet3d.training import optim
 
 
 class Nothing:
@@ -181,7 +182,7 @@ def test_another_number_of_threads_is_told(
 
 
 @promise("Checkpoints", "values of wrong types ...")
-@without("unet3d.training.checkpoint.is_finite", yes, only="nan moment")
+@without("unet3d.run.checkpoint.is_finite", yes, only="nan moment")
 @pytest.mark.parametrize(
     ("keys", "value", "wrong"),
     [

@@ -37,7 +37,7 @@ from unet3d.data.cases import read_dataset
 from unet3d.data.prepare import prepare_data
 from unet3d.data.splits import split
 from unet3d.report import report
-from unet3d.training import checkpoint
+from unet3d.run import checkpoint
 from unet3d.training.policy import MemoryPolicy
 
 CODES = "\x1b[2J\x07\x9b\u202e"  # they clear a terminal, ring, begin another command, reverse what follows
@@ -567,7 +567,7 @@ def test_an_input_that_cannot_be_read_stops_no_other(
 
 @promise("what is printed and written", "names and values from ...")
 @promise("Run folders and checkpoints of strangers", "what is not printable ...")
-@without("unet3d.training.checkpoint.escaped", unchanged)
+@without("unet3d.run.checkpoint.escaped", unchanged)
 def test_names_in_a_checkpoint_cannot_command_a_terminal(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,8 +16,7 @@ from scipy import ndimage
 from training import TINY, face, records, train
 
 from unet3d.base.errors import CheckpointError, UserError
-from unet3d.run import predict, publish
-from unet3d.training import checkpoint
+from unet3d.run import checkpoint, predict, publish
 
 FOLDS = 3
 NAMES = ("organ", "vessel", "lesion")

@@ -18,11 +18,10 @@ from unet3d.cli import lifecycle
 from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.compose import refuse_changes
-from unet3d.run import job, run_folder
+from unet3d.run import checkpoint, job, run_folder
 from unet3d.run.run_folder import MemoryFile, read_memory
 from unet3d.run.training_state import CheckpointManager, refuse_other_data
 from unet3d.run.validation import Validator
-from unet3d.training import checkpoint
 
 KILL = signal.SIGKILL
 # 3 training cases: steps 4 and 5 are within an epoch

@@ -36,10 +36,9 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
-from unet3d.run import predicted_files, validation
+from unet3d.run import checkpoint, predicted_files, validation
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import Validator, evaluate
-from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
 

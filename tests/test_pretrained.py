@@ -31,9 +31,9 @@ from unet3d.memory.prediction import estimate
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
 from unet3d.report.wandb_logger import without_paths
-from unet3d.run import publish
+from unet3d.run import checkpoint, publish
 from unet3d.run.pretrained import PretrainedWeights, class_sources, heads, load_pretrained, with_init_names
-from unet3d.training import checkpoint, optim
+from unet3d.training import optim
 from unet3d.training.step import train_step
 
 Capture = pytest.CaptureFixture[str]
@@ -215,7 +215,7 @@ def test_sizes_that_are_written_in_another_way_are_no_difference(net: Path, tmp_
     "checkpoints and run folders",
     "`init=net.pt` reads the file under these promises, and begins with finite numbers alone",
 )
-@without("unet3d.training.checkpoint.refuse_non_finite", nothing)
+@without("unet3d.run.checkpoint.refuse_non_finite", nothing)
 def test_files_that_are_no_checkpoint_of_this_network_are_refused(net: Path, tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no checkpoint")
     with pytest.raises(CheckpointError, match=r"text\.pt: "):

@@ -23,8 +23,7 @@ from unet3d.config.schema import LAYOUTS, Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
 from unet3d.report.scores import SCORES_TITLE
-from unet3d.run import predict, predicted_files, publish
-from unet3d.training import checkpoint
+from unet3d.run import checkpoint, predict, predicted_files, publish
 
 Capture = pytest.CaptureFixture[str]
 

@@ -25,7 +25,8 @@ from unet3d.base.errors import NotSaved, OutOfMemory, RankLost, UserError
 from unet3d.cli import lifecycle
 from unet3d.config import compose, rules
 from unet3d.memory import prediction
-from unet3d.training import checkpoint, trainer
+from unet3d.run import checkpoint
+from unet3d.training import trainer
 from unet3d.training.inference import Predictor
 
 PAIRED = [*TINY, "batch=2", "data.phantom.cases=7", "data.val_fraction=0.4"]  # three cases to validate: not even

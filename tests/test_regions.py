@@ -16,9 +16,8 @@ import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import from_csv
 from unet3d.report.summary import methods_paragraph
-from unet3d.run import predict, publish
+from unet3d.run import checkpoint, predict, publish
 from unet3d.run.record import read_run
-from unet3d.training import checkpoint
 
 RUN = [
     *("data=nnunet", "model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.val_fraction=0.5"),

@@ -35,9 +35,8 @@ from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
 from unet3d.report import case_plots, memory_plots, plots, report
-from unet3d.run import predict, record
+from unet3d.run import checkpoint, predict, record
 from unet3d.run.validation import evaluate
-from unet3d.training import checkpoint
 from unet3d.training.inference import Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -321,7 +320,7 @@ def with_another_end(sound: bytes, length: int) -> bytes:
 
 
 @promise("checkpoints and run folders", "a checkpoint holds no ...")
-@without("unet3d.training.checkpoint.has_one_directory", yes)
+@without("unet3d.run.checkpoint.has_one_directory", yes)
 @pytest.mark.parametrize("damage", ["directory", "locator", "comment", "begin"])
 def test_a_checkpoint_that_torch_would_read_as_another_than_is_checked_is_refused(tmp_path: Path, damage: str) -> None:
     """zipfile shifts places that do not fit and skips what is before the first; torch does neither."""
@@ -661,7 +660,7 @@ def nested(levels: int) -> list[Any]:
     "a small pickle that describes values without end; a network of thousands of levels, or of terabytes",
     "refused before memory or time is taken",
 )
-@without("unet3d.training.checkpoint.DEEPEST", 10**6, only="nested")
+@without("unet3d.run.checkpoint.DEEPEST", 10**6, only="nested")
 @pytest.mark.parametrize(
     "value",
     [doubled(60), nested(200), ["x" * 9999] * 999, 10**400, torch.zeros(1).expand(2**40), torch.float16, b"x"],
@@ -707,7 +706,7 @@ def test_weights_whose_outputs_are_not_finite_predict_nothing(
 @promise("checkpoints and run folders", "weights that are NaN or infinite do not predict")
 @promise("Checkpoints", "weights that are NaN or infinite", "exit 3; nothing is predicted")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@without("unet3d.training.checkpoint.is_finite", yes)
+@without("unet3d.run.checkpoint.is_finite", yes)
 def test_weights_that_are_not_finite_do_not_predict(given: Callable[[Change], Path], value: float) -> None:
     with pytest.raises(CheckpointError, match=r"given\.pt: outc\.conv\.bias.*NaN"):
         predict.load(given(put("model", "outc.conv.bias", value=torch.full((3,), value))), "cpu")

@@ -46,10 +46,10 @@ from unet3d.data.preprocess import CaseReader, usable
 from unet3d.data.splits import split
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.summary import print_summary
-from unet3d.run import predict
+from unet3d.run import checkpoint, predict
 from unet3d.run.record import read_run
 from unet3d.run.training_state import CheckpointManager, TrainingState
-from unet3d.training import checkpoint, optim
+from unet3d.training import optim
 
 RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
 RUN += ["data.phantom.cases=2", "batch=1", "steps=2", "eval_every=1", "workers=0", "hydra.run.dir=run"]

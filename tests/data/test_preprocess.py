@@ -26,8 +26,8 @@ from unet3d.data.cases import WARNING
 from unet3d.data.intensity import Intensity, Seen, checked_intensity, intensity_rules, normalise
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.prepare import prepare_data
+from unet3d.run import checkpoint
 from unet3d.run.predict import Segmenter
-from unet3d.training import checkpoint
 from unet3d.training.policy import MemoryPolicy
 
 

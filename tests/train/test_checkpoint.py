@@ -14,7 +14,7 @@ import unet3d
 from unet3d.base.errors import CheckpointError, DamagedCheckpoint, MissingCheckpoint
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.memory.ledger import Ledger
-from unet3d.training import checkpoint
+from unet3d.run import checkpoint
 
 STATE = {"model": {"w": torch.arange(1000.0)}, "step": 3}
 LAST, PREVIOUS = CHECKPOINTS[:2]
@@ -62,7 +62,7 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
     "the previous checkpoint is taken, with a warning, and survives the next save; exit 3 if none is whole, and "
     "nothing starts over",
 )
-@without("unet3d.training.checkpoint.DamagedCheckpoint", CheckpointError, only="0.5")
+@without("unet3d.run.checkpoint.DamagedCheckpoint", CheckpointError, only="0.5")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
 def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
@@ -139,7 +139,7 @@ def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
     "another format; parts missing, added or of another shape",
     "exit 3 with a table of the differences; no older checkpoint is taken",
 )
-@without("unet3d.training.checkpoint.FORMAT", checkpoint.FORMAT + 1, only="another")
+@without("unet3d.run.checkpoint.FORMAT", checkpoint.FORMAT + 1, only="another")
 @pytest.mark.parametrize(
     ("content", "tokens"),
     [
@@ -169,7 +169,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 
 
 @promise("Checkpoints", "another format; parts missing ...")
-@without("unet3d.training.checkpoint.refuse_misfit", nothing)
+@without("unet3d.run.checkpoint.refuse_misfit", nothing)
 def test_all_differences_are_counted_and_ten_are_shown() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))
     weights = {name: value for name, value in model.state_dict().items() if not name.startswith("0")}

@@ -26,7 +26,7 @@ from unet3d.base.errors import NotSaved, UserError
 from unet3d.cli.lifecycle import hold_folder
 from unet3d.config.compose import CHECKPOINTS
 from unet3d.report import memory_plots
-from unet3d.training import checkpoint
+from unet3d.run import checkpoint
 
 LAST, PREVIOUS = CHECKPOINTS[:2]
 FULL = Path("/dev/full")
@@ -100,7 +100,7 @@ def save_and_die(folder: Path, station: str, guards_out: Sequence[Guard]) -> Non
 
 
 @promise("Checkpoints", "a kill at any ...")
-@without("unet3d.training.checkpoint.replacing", in_place, only="write")
+@without("unet3d.run.checkpoint.replacing", in_place, only="write")
 @pytest.mark.parametrize("station", STATIONS)
 def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(station: str, tmp_path: Path) -> None:
     child = forked(save_and_die, tmp_path, station, are_out())
@@ -115,7 +115,7 @@ def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(statio
     "the disk is full as a checkpoint is saved, at any point of it",
     "one line with the room needed and left; the old checkpoint is whole, and nothing is left over",
 )
-@without("unet3d.training.checkpoint.is_disk_full", no)
+@without("unet3d.run.checkpoint.is_disk_full", no)
 def test_a_full_disk_keeps_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", no_space)

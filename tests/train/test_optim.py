@@ -10,7 +10,8 @@ from torch import nn
 from unet3d.base.types import Batch
 from unet3d.config.compose import compose
 from unet3d.config.schema import Optim
-from unet3d.training import checkpoint, optim
+from unet3d.run import checkpoint
+from unet3d.training import optim
 from unet3d.training.optim import learning_rate
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step

@@ -5,8 +5,8 @@ In reading order:
     job                 one training from its config to its report
     run                 build all parts of a run; train, validate, save, stop in good order, finish
     validation          score held-out cases, within a run on all ranks; label maps and their pictures
-    training_state      what checkpoints hold, which are kept; what a resumed run compares and loads
-    checkpoint          the one reader of checkpoints, which checks what it read
+    checkpoint          files of tensors, read with distrust; the trained networks in them
+    training_state      what a run's checkpoints hold, which are kept; what a resumed run checks, compares and loads
     pretrained          `init=`: begin with the weights of another network
     predict             trained networks on files; `unet3d.load(...).segment(...)`
     predicted_files     which files are cases; predictions.jsonl: which network wrote which label map

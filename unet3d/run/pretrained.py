@@ -16,8 +16,9 @@ from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.intensity import Intensity
 from unet3d.data.prepare import PreparedData
 from unet3d.model import geometry
+from unet3d.run import checkpoint
 from unet3d.run.checkpoint import TrainedNetworks, networks_of
-from unet3d.training import checkpoint, optim
+from unet3d.training import optim
 
 NAMES_SHOWN = 6  # of new tensors on a line; init.json has them all
 HeadRows = dict[str, dict[int, Tensor]]  # by a head's name and a class's number, the weights of that class

@@ -32,13 +32,13 @@ from unet3d.report.compare import not_comparable, print_tables
 from unet3d.report.compared_runs import ComparedRun
 from unet3d.report.scores import OWN_GRIDS, SCORES_TITLE
 from unet3d.report.summary import METHODS, listed
-from unet3d.run import predict
+from unet3d.run import checkpoint, predict
 from unet3d.run.checkpoint import TrainedNetworks, read_networks, split_of
 from unet3d.run.predict import Segmenter
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done
 from unet3d.run.validation import evaluate, score_on_own_grid
-from unet3d.training import checkpoint, metrics
+from unet3d.training import metrics
 
 SCORES = "scores.csv"
 LAST = Path("checkpoints", "last.pt")  # the weights, or their average, that out-of-fold cases were scored with

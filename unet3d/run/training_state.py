@@ -1,6 +1,7 @@
 """The training state of a run: what its checkpoints hold, which of them are kept, and how a run is resumed from one."""
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unet3d.base import ranks
 from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory, warn
@@ -19,9 +20,8 @@ from unet3d.config.compose import CHECKPOINTS
 from unet3d.config.schema import Config, Model
 from unet3d.data.intensity import Seen
 from unet3d.data.prepare import PreparedData
-from unet3d.run import run_folder
-from unet3d.run.checkpoint import refuse_unsound_training
-from unet3d.training import checkpoint, optim
+from unet3d.run import checkpoint, run_folder
+from unet3d.training import optim
 
 LAST, PREVIOUS, BEST = CHECKPOINTS
 DatasetFingerprint = dict[str, Any]
@@ -94,7 +94,7 @@ class TrainingState:
         step = state["step"]
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         refuse_other_data(state["fingerprint"], self.fingerprint)
-        refuse_unsound_training(path, state, self.optimizer, self.scaler, self.config.optim)
+        self._refuse_unsound(path, state)
         if step > self.config.steps:
             raise UserError(f"steps={self.config.steps}: the run is at step {step} already; give as many or more")
         was_planned = state["config"]["steps"] == self.config.steps
@@ -120,6 +120,51 @@ class TrainingState:
                 changes.append(line)
         return changes
 
+    def _refuse_unsound(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a training state that no run of this optimizer has written."""
+        step = state["step"]
+        counts = [step, state["last_validation"]]
+        counts += [group[optim.COUNT] for group in state["optimizer"]["param_groups"] if optim.COUNT in group]
+        best = state["best"]
+        random_states = [(state["rng"], state["cuda_rng"]), *state["ranks"]]
+        on_gpus = [on_gpu for _, of_rank in random_states for on_gpu in of_rank]
+        device = self._device
+        is_sound = {
+            "step": all(type(count) is int and 0 <= count <= step for count in counts),
+            "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
+            "rng": all(_is_like(on_cpu, torch.get_rng_state()) for on_cpu, _ in random_states),
+            "cuda_rng": device.type != "cuda"  # else it is not used
+            or all(_is_like(on_gpu, torch.cuda.get_rng_state(device)) for on_gpu in on_gpus),
+            "scaler": state["scaler"].keys() == self.scaler.state_dict().keys()
+            and 0 < state["scaler"].get("scale", 1) < math.inf,
+            "optimizer": type(step) is int and self._may_hold(state["optimizer"]["state"], step),
+            "threads": type(state["threads"]) is int,
+        }
+        wrong = [name for name in is_sound if not is_sound[name]]
+        if wrong:
+            problem = f"its training state does not belong to this run ({', '.join(wrong)})"
+            raise CheckpointError(f"{path}: {problem}; take an earlier checkpoint")
+
+    def _may_hold(self, moments: Mapping[int, Mapping[str, Any]], steps: int) -> bool:
+        """Return whether each tensor is one that `steps` steps of the optimizer leave, and shares no memory."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        names = optim.state_names(self.config.optim)
+        step_counter = torch.zeros(())
+        addresses = []
+        for index, state in moments.items():
+            if state.keys() != names:
+                return False
+            for name, value in state.items():
+                if not _is_like(value, step_counter if name == "step" else parameters[index]):
+                    return False
+                if name == "step" and value.item() not in range(1, steps + 1):
+                    return False
+                if name == "exp_avg_sq" and not value.ge(0).all():
+                    return False
+                if value.numel():
+                    addresses.append(value.untyped_storage().data_ptr())
+        return len(addresses) == len(set(addresses))
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -134,6 +179,15 @@ class TrainingState:
         torch.set_rng_state(on_cpu)
         if on_gpu and self._device.type == "cuda":
             torch.cuda.set_rng_state(on_gpu[0], self._device)  # nothing is drawn on other devices
+
+
+def _is_like(value: Any, expected: Tensor) -> bool:
+    """Return whether a value of a file is a dense tensor of the same shape and type, of finite numbers."""
+    if not checkpoint.is_plain(value) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
+        return False
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    is_dense = value.permute(order).is_contiguous()  # else an index may share its number with another
+    return is_dense and checkpoint.is_finite(value)
 
 
 @dataclass

@@ -5,6 +5,5 @@
 - `policy` applies what saves memory to a step: segments, which `checkpointing` lets run twice, or a program of
   `unet3d.recomputing`.
 - `inference` slides a network over a volume, with `windows`.
-- `checkpoint` is the file of a trained network.
 - `switches` sets what torch decides for the whole process, and names a version of cuDNN with a fault.
 """
