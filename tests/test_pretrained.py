@@ -24,7 +24,7 @@ from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.prepare import PreparedData, prepare_data
-from unet3d.memory.breakdown import phase_peaks
+from unet3d.memory.breakdown import summarise_ledger
 from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.prediction import estimate
@@ -269,7 +269,7 @@ def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_
     model, optimizer, meter = stepped(config)
     starts = choose_technique(config, config.model)
     predicted = simulate(config, config.model, starts, steps=STEPS_FOR_PEAK)
-    assert phase_peaks(predicted.ledger) == phase_peaks(meter.ledger)
+    assert summarise_ledger(predicted.ledger)["phases"] == summarise_ledger(meter.ledger)["phases"]
     assert predicted.summary()["state"] == meter.summary()["state"]
     slow = {n: p for n, p in model.named_parameters() if optim.is_named(n, config.optim.init_names or ())}
     assert slow and len(slow) < len(list(model.parameters()))

@@ -105,7 +105,8 @@ def test_the_lowest_gap_that_fits_is_taken() -> None:
         large, exact = torch.empty(101), torch.empty(100)
         del second
         inside = torch.empty(20)
-    assert breakdown.first_fit(ledger) == [0, 400, 600, 640, 0, 400]
+    [[_, *trace]] = breakdown.viewer_snapshot(ledger)["device_traces"]
+    assert [event["addr"] for event in trace if event["action"] == "alloc"] == [0, 400, 600, 640, 0, 400]
     assert third.numel() + large.numel() + exact.numel() + inside.numel()
 
 

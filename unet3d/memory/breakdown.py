@@ -5,11 +5,10 @@
 
 import pickle
 import re
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from math import log, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +16,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from unet3d.base.files import replacing
-from unet3d.memory.ledger import ADOPTED, CATEGORIES, WHOLE, Ledger, Storage, most_held
+from unet3d.memory.ledger import ADOPTED, CATEGORIES, WHOLE, Ledger, Storage
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.workspaces import CONVOLUTION
 from unet3d.training.step import PHASES
 
 LevelSizes = dict[int | None, set[int]]  # level -> voxels of the maps that convolutions make there
-Frames = list[dict[str, Any]]
 Row = dict[str, int]  # "bytes", and bytes by category
 
 
@@ -158,18 +156,31 @@ PhaseBytes = dict[str, dict[str, int]]  # phase -> bytes in the "first" step, wh
 
 
 def summarise_ledger(ledger: Ledger) -> dict[str, Any]:
-    """Return a step's entries in memory.json, in bytes; `state` is what parameters cost."""
+    """Return a step's entries in memory.json, in bytes.
+
+    `phases` are peaks; `phase_ends` what statements between phases would see, after the last micro-batch; `state` what
+    parameters cost: weights (with buffers) and gradients as the last update begins, the optimizer's state after it.
+    """
+    alive = ledger.alive_bytes()
+    spans = ledger.phase_spans()
     peak = peak_moment(ledger)
+    moments = defaultdict[str, list[int]](list)
+    for phase, start, end in last_step(ledger):
+        moments[phase] += range(start, end + 1)
+    highest = {phase: max(of_phase, key=alive.__getitem__) for phase, of_phase in moments.items()}
+    last_marks = {name: start for start, name in ledger.marks}
+    before = ledger.categories_at(last_marks.get("step", 0))
+    after = ledger.categories_at(last_marks.get("end", 0))
     return {
-        "peak_bytes": most_held(ledger.events),
-        "phases": phase_peaks(ledger),
+        "peak_bytes": alive[peak],
+        "phases": by_phase((name, max(alive[start : end + 1])) for name, start, end in spans),
         "moment": describe(ledger, peak),
         "categories": ledger.categories_at(peak),
-        "phase_categories": {phase: ledger.categories_at(at) for phase, at in _steady_moments(ledger).items()},
-        "phase_ends": phase_ends(ledger),
+        "phase_categories": {phase: ledger.categories_at(moment) for phase, moment in highest.items()},
+        "phase_ends": by_phase(((name, alive[end]) for name, _, end in spans), lambda earlier, last: last),
         "levels": by_level(ledger, peak),
         "layers": by_layer(ledger, peak),
-        "state": state_bytes(ledger),
+        "state": {"params": before["params"], "grads": before["grads"], "optimizer": after["optimizer"]},
     }
 
 
@@ -213,15 +224,6 @@ def last_step(ledger: Ledger) -> list[tuple[str, int, int]]:
     return [span for span in spans[begin : ends[-1]] if span[0] in PHASES]
 
 
-def _steady_moments(ledger: Ledger) -> dict[str, int]:
-    """Return, for each phase, the moment in the last step when most bytes were alive."""
-    alive = ledger.alive_bytes()
-    moments = defaultdict[str, list[int]](list)
-    for name, start, end in last_step(ledger):
-        moments[name] += range(start, end + 1)
-    return {name: max(phase_moments, key=alive.__getitem__) for name, phase_moments in moments.items()}
-
-
 def by_phase(values: Iterable[tuple[str, int]], combine: Callable[[int, int], int] = max) -> PhaseBytes:
     """Return a value per phase, from (phase, value) in order of time.
 
@@ -244,26 +246,6 @@ def first_and_steady(steps: list[dict[str, int]]) -> PhaseBytes:
     first = steps[0]
     later = steps[1:] or steps
     return {phase: {"first": first[phase], "steady": max(step[phase] for step in later)} for phase in PHASES}
-
-
-def phase_peaks(ledger: Ledger) -> PhaseBytes:
-    """Return the most bytes alive in each phase."""
-    alive = ledger.alive_bytes()
-    return by_phase((name, max(alive[start : end + 1])) for name, start, end in ledger.phase_spans())
-
-
-def phase_ends(ledger: Ledger) -> PhaseBytes:
-    """Return the bytes alive as each phase ends, of the last micro-batch: what statements between phases would see."""
-    alive = ledger.alive_bytes()
-    return by_phase(((name, alive[end]) for name, _, end in ledger.phase_spans()), lambda earlier, last: last)
-
-
-def state_bytes(ledger: Ledger) -> dict[str, int]:
-    """Return the bytes of weights (with buffers) and gradients as the last update begins, of optimizer state after."""
-    moments = {name: start for start, name in ledger.marks}  # the last of each name
-    before = ledger.categories_at(moments.get("step", 0))
-    after = ledger.categories_at(moments.get("end", 0))
-    return {"params": before["params"], "grads": before["grads"], "optimizer": after["optimizer"]}
 
 
 class Group(NamedTuple):
@@ -323,94 +305,59 @@ def write_snapshot(ledger: Ledger, path: Path) -> None:
 
 def viewer_snapshot(ledger: Ledger) -> dict[str, list]:
     """Return `segments` and `device_traces` in the layout of `torch.cuda.memory._snapshot`."""
-    addresses = first_fit(ledger)
-    ends = (address + s.bytes for address, s in zip(addresses, ledger.storages, strict=True))
-    end = max(ends, default=0)
+    taken: list[tuple[int, int]] = []  # (address, storage) of what is alive, in order
+    blocks: dict[int, dict[str, Any]] = {}  # of these storages
+    actions = []
+    end = 0
+    for index, change in ledger.events:
+        if change > 0:
+            storage = ledger.storages[index]
+            address = 0
+            for start, other in taken:
+                if start - address >= change:
+                    break
+                address = start + blocks[other]["size"]
+            insort(taken, (address, index))
+            blocks[index] = {"addr": address, "size": change, "stream": 0, "frames": _frames(ledger, storage)}
+            actions.append({"action": "alloc", **blocks[index], "category": ledger.category(storage)})
+            end = max(end, address + change)
+        elif change < 0:
+            block = blocks.pop(index)
+            taken.remove((block["addr"], index))
+            actions += [{"action": "free_requested", **block}, {"action": "free_completed", **block}]
     if not end:
         return {"segments": [], "device_traces": [[]]}
-    steps_ended = [0, *accumulate(int(name == "end") for _, name in ledger.marks)]  # before each mark
-    frames = [_frames(ledger, storage, steps_ended[storage.phase] + 1) for storage in ledger.storages]
-    alive = [
-        (address, frame, storage.bytes)
-        for address, frame, storage in zip(addresses, frames, ledger.storages, strict=True)
-        if storage.died is None and storage.bytes
-    ]
-    return {"segments": [_segment(sorted(alive), end)], "device_traces": [_actions(ledger, addresses, frames, end)]}
+    opening = {
+        "action": "segment_alloc",
+        "addr": 0,
+        "size": end,
+        "stream": 0,
+        "frames": [{"filename": "all storages", "line": 0, "name": "ledger"}],
+        "category": "unknown",  # the viewer fails where there are categories and none is "unknown"
+    }
+    return {"segments": [_segment([blocks[index] for _, index in taken], end)], "device_traces": [[opening, *actions]]}
 
 
-def _actions(ledger: Ledger, addresses: list[int], frames: list[Frames], end: int) -> list[dict[str, Any]]:
-    """Return the opening of the segment, and the allocations and releases in it."""
-    actions: list[dict[str, Any]] = [
-        {
-            "action": "segment_alloc",
-            "addr": 0,
-            "size": end,
-            "stream": 0,
-            "frames": [{"filename": "all storages", "line": 0, "name": "ledger"}],
-            "category": "unknown",  # the viewer fails where there are categories and none is "unknown"
-        }
-    ]
-    for index, change in ledger.events:
-        block = {"addr": addresses[index], "size": abs(change), "stream": 0, "frames": frames[index]}
-        if change > 0:
-            category = ledger.category(ledger.storages[index])
-            actions.append({"action": "alloc", **block, "category": category})
-        elif change < 0:
-            actions += [{"action": "free_requested", **block}, {"action": "free_completed", **block}]
-    return actions
-
-
-def first_fit(ledger: Ledger) -> list[int]:
-    """Return, for each storage, the lowest address at which its bytes were free when it appeared."""
-    taken: list[tuple[int, int]] = []  # (start, end) of what is alive, in order
-    addresses = [0 for _ in ledger.storages]
-    for index, change in ledger.events:
-        if change < 0:
-            del taken[bisect_left(taken, (addresses[index],))]
-        if change <= 0:
-            continue
-        address = 0
-        for start, end in taken:
-            if start - address >= change:
-                break
-            address = end
-        addresses[index] = address
-        insort(taken, (address, address + change))
-    return addresses
-
-
-def _segment(alive: list[tuple[int, Frames, int]], end: int) -> dict[str, Any]:
-    """Return the segment at the last event, from (address, frames, size) of each storage in order.
+def _segment(alive: Sequence[Mapping[str, Any]], end: int) -> dict[str, Any]:
+    """Return the segment at the last event, from what is alive, by address.
 
     Its blocks leave no gap, because the viewer adds up their sizes to place them.
     """
     blocks = []
     cursor = 0
-    for address, frames, size in [*alive, (end, [], 0)]:
-        if address > cursor:
-            blocks.append(_block(cursor, address - cursor, "inactive", []))
-        if size:
-            blocks.append(_block(address, size, "active_allocated", frames))
-        cursor = address + size
-    used = sum(size for _, _, size in alive)
-    return {
-        "device": 0,
-        "address": 0,
-        "stream": 0,
-        "segment_type": "large",
-        "total_size": end,
-        "allocated_size": used,
-        "active_size": used,
-        "requested_size": used,
-        "blocks": blocks,
-    }
+    for block in [*alive, {"addr": end, "size": 0, "frames": []}]:
+        gap = {"addr": cursor, "size": block["addr"] - cursor, "frames": []}
+        for state, part in (("inactive", gap), ("active_allocated", block)):
+            if part["size"]:
+                place = {"address": part["addr"], "size": part["size"], "requested_size": part["size"]}
+                blocks.append({**place, "state": state, "frames": part["frames"]})
+        cursor = block["addr"] + block["size"]
+    used = sum(block["size"] for block in alive)
+    sizes = {"total_size": end, "allocated_size": used, "active_size": used, "requested_size": used}
+    return {"device": 0, "address": 0, "stream": 0, "segment_type": "large", **sizes, "blocks": blocks}
 
 
-def _block(address: int, size: int, state: str, frames: Frames) -> dict[str, Any]:
-    return {"address": address, "size": size, "state": state, "frames": frames, "requested_size": size}
-
-
-def _frames(ledger: Ledger, storage: Storage, step: int) -> Frames:
+def _frames(ledger: Ledger, storage: Storage) -> list[dict[str, Any]]:
     """Return a stack of two, innermost first: what made the storage, and in which step (from 1) and phase."""
     origin = describe(ledger, storage.born + 1)
     words = origin["words"]
@@ -418,4 +365,5 @@ def _frames(ledger: Ledger, storage: Storage, step: int) -> Frames:
         words = f"{ledger.category(storage)} of {ledger.layer(storage.scope.module)}"
     description = f"{words}, {dtype_name(storage.dtype)} {storage.shape}"
     innermost = {"filename": description, "line": storage.born, "name": origin["operation"]}
+    step = 1 + sum(name == "end" for _, name in ledger.marks[: storage.phase])
     return [innermost, {"filename": "step", "line": step, "name": origin["phase"]}]
