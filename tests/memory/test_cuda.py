@@ -21,7 +21,7 @@ from unet3d.base.errors import is_out_of_memory
 from unet3d.base.types import MIB, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory import peak as of_ledger
+from unet3d.memory import meter as of_ledger
 from unet3d.memory import prediction
 from unet3d.memory.allocator import Settings
 from unet3d.memory.fake_tensors import cuda_autocast, fake_mode

@@ -19,7 +19,7 @@ from unet3d.base.types import MIB, mib
 from unet3d.config import compose
 from unet3d.config.schema import Config, Model
 from unet3d.memory import remedies as search_of_ways
-from unet3d.memory.peak import Peak
+from unet3d.memory.meter import Peak
 from unet3d.memory.prediction import MemoryEstimate, preflight
 from unet3d.memory.remedies import (
     Candidate,

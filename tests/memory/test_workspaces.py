@@ -148,9 +148,9 @@ def test_a_prediction_for_a_gpu_states_it_and_one_for_the_cpu_does_not(capsys: p
         found = preflight(asked, asked.model).memory["predicted"]
         said = capsys.readouterr().out
         assert ("workspace_bytes" in found) is (device == "cuda")
-        for line in (tables.with_workspaces(found), tables.cuda_sizes(found)):
-            assert bool(line) is (device == "cuda")
-            assert line in said
+        lines = [*tables.on_cuda(found)]
+        assert len(lines) == (3 if device == "cuda" else 0)
+        assert all(line in said for line in lines)
         assert ("nvidia-smi" in said) is (device == "cuda")
 
 
@@ -256,8 +256,8 @@ def test_a_gpus_allocator_tells_the_workspaces_of_each_layer(allocator: Allocato
     assert found["workspaces"] == rows, "the largest first"
     assert found["requested_bytes"] == allocator.now + backward, "the peak of all, as without this measurement"
     assert found["phases"]["forward"]["steady"] == allocator.now + forward
-    said = tables.largest_workspaces(found)
-    assert "measured" in said and said.count("backward of") == 2 and said.count("forward of") == 1
+    (said,) = (line for line in tables.on_cuda(found) if "measured" in line)
+    assert said.count("backward of") == 2 and said.count("forward of") == 1
     assert tables.workspaces(found).rows[0] == ["1", "backward", "0.0"]
 
 
@@ -273,5 +273,5 @@ def test_steps_after_the_ledgers_are_not_measured_one_by_one(allocator: Allocato
 
 def test_convolutions_without_workspaces_are_said_to_have_none() -> None:
     rows = [{"module": "inc.conv1", "phase": "forward", "bytes": 0}]
-    assert tables.largest_workspaces({"workspaces": rows}).endswith(": none.")
-    assert tables.largest_workspaces({}) == ""
+    (said,) = tables.on_cuda({"workspaces": rows})
+    assert said.endswith(": none.")

@@ -7,7 +7,7 @@ import pytest
 
 from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory.peak import Peak
+from unet3d.memory.meter import Peak
 from unet3d.model.geometry import Triple
 from unet3d.planning.patches import LONGEST, padded_by_rules, padded_to, patches_of_network
 from unet3d.planning.steps import Search

@@ -309,10 +309,7 @@ def print_check(predict: Callable[[], Explanation | MemoryEstimate], config: Con
     with redirect_stdout(sys.stderr):
         subject = predict()
         check = Check(subject.meter, subject.name, budget_bytes(flags.below))
-    notes = [*left_out(config), *check.meter.notes]
-    if check.meter.guesses:
-        notes.append(tables.guessed({"guesses": check.meter.guesses}))
-    for note in notes:
+    for note in (*left_out(config), *check.meter.notes, *tables.guessed(check.meter.guesses)):
         warn(note)
     print(json.dumps(check.as_json(flags.depth), indent=2) if flags.json else escaped(check.line))
     return 0 if check.fits else ABOVE

@@ -19,8 +19,7 @@ from unet3d.config import compose
 from unet3d.memory import breakdown, remedies, tables
 from unet3d.memory.allocator import Settings
 from unet3d.memory.breakdown import layer_names, stage_of
-from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.peak import peak_of
+from unet3d.memory.meter import STEPS_FOR_PEAK, peak_of
 from unet3d.memory.prediction import MemoryEstimate, estimate, recompute_line, usual_estimates
 from unet3d.memory.technique import some_schedules, step_peak
 from unet3d.report import memory_plots, report
@@ -131,9 +130,9 @@ def _of_the_peak(subject: MemoryEstimate, advice: Mapping[str, Any]) -> Iterator
     yield f"predicted peak of a step: {mib(subject.step.tensors)} MiB ({kind}), {tables.moment(entry)}"
     yield tables.sentence(advice, subject.step.tensors)
     yield "What the prediction includes", _kinds_of_peak(subject)
-    for line in (tables.guessed(entry), tables.cuda_sizes(entry)):
-        if line:
-            yield line
+    yield from tables.guessed(subject.meter.guesses)
+    if subject.meter.for_gpu:
+        yield tables.CUDA_SIZES
     for storage in subject.ledger.storages:
         if storage.operation == "aten.convolution.default" and not storage.scope.is_in_tiles:
             shape = " x ".join(map(str, storage.shape))

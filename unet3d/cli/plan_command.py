@@ -30,7 +30,7 @@ from unet3d.model import geometry
 from unet3d.model.geometry import Triple
 
 if TYPE_CHECKING:
-    from unet3d.memory.peak import Peak
+    from unet3d.memory.meter import Peak
     from unet3d.planning.patches import Padding
     from unet3d.planning.steps import MeasureStep
 
@@ -305,7 +305,7 @@ def _of_config(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureS
 def _of_module(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureStep, Padding, str]":
     """Return the measure of steps of any network, which patches are tried, and a line about it. Raises UserError."""
     from unet3d.cli.memory_answers import OwnNetwork
-    from unet3d.memory.peak import peak_of
+    from unet3d.memory.meter import peak_of
     from unet3d.planning.patches import padded_to
 
     own = OwnNetwork(arguments.module, network_keywords(arguments.args))

@@ -5,7 +5,7 @@ are used.
 
 In reading order: `ledger` records each tensor storage and the module that made it; `breakdown` says who holds the
 bytes; `meter` reads the peaks of a step, and adds what happens within convolutions on a GPU. `fake_tensors` and
-`simulate` take the step without its memory; `allocator` replays CUDA's allocator; `peak` is what a step needs.
+`simulate` take the step without its memory; `allocator` replays CUDA's allocator.
 `technique` chooses what backward computes again, by segments (`ckpt`) or a schedule (`recompute`); `remedies` has other
 ways to take a step, and searches for one that fits. `prediction` is what a run prints first; `any_network` and
 `user_step` are for networks of others; `tables` shows the figures.

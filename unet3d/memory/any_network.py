@@ -6,7 +6,7 @@ shapes and no data: it makes nothing as large as a map.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +22,7 @@ from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
 from unet3d.memory import tables, user_step
 from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names, peak_moment
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter
-from unet3d.memory.peak import Peak, peak_of
+from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter, peak_of
 from unet3d.memory.simulate import fake_steps
 from unet3d.memory.user_step import Example, MakeOptimizer
 from unet3d.recomputing.module import Recomputed, schedules_of
@@ -100,9 +99,7 @@ class Explanation:
         kind = tables.predicted_kind(self.entry) if self.kind == "predicted" else self.entry["kind"]
         yield f"{self.kind} peak of a step: {mib(self.peak_bytes)} MiB ({kind})"
         yield f"peak reached in {tables.moment(self.ledger)}"
-        lines = (tables.guessed, tables.replayed, tables.with_workspaces, tables.largest_workspaces, tables.cuda_sizes)
-        yield from filter(None, (line_of(self.entry) for line_of in lines))
-        yield from self.meter.notes
+        yield from (*tables.guessed(self.guesses), *tables.on_cuda(self.entry), *self.meter.notes)
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
         largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]
@@ -194,8 +191,8 @@ def predict(
     meter.guesses = guesses
     meter.ledger.layer = layer_names(model, depth)
     explanation = _explanation(model, "predicted", batch, policy, meter)
-    if guesses:
-        warnings.warn(tables.guessed(explanation.entry), stacklevel=2)
+    for line in tables.guessed(guesses):
+        warnings.warn(line, stacklevel=2)
     return explanation
 
 
@@ -206,54 +203,36 @@ def _explanation(model: nn.Module, kind: str, batch: Batch, policy: MemoryPolicy
     return Explanation(type(user_step.network_of(model)).__name__, kind, about, meter)
 
 
-@dataclass(frozen=True)
 class Check:
-    """A comparison of predicted steps, which a meter has recorded, with a limit. Layers have their full names."""
+    """A comparison of predicted steps, which a meter has recorded, with a limit (bytes). Layers have their full names.
 
-    meter: LedgerMeter
-    name: str  # The network's name.
-    limit: int  # bytes
+    The limit is for the last of `kinds` of peak, as with `budget=`.
+    """
 
-    def __post_init__(self) -> None:
-        self.meter.ledger.layer = str
-
-    @cached_property
-    def step(self) -> Peak:
-        """Return the most bytes at once."""
-        return peak_of(self.meter.ledger)
-
-    @cached_property
-    def layers(self) -> Counter[str]:
-        """Return the bytes that each layer holds at the peak."""
-        ledger = self.meter.ledger
-        return Counter({row["module"]: row["bytes"] for row in by_layer(ledger, peak_moment(ledger))})
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """Return the kinds of peak that are known; the last is what the limit is for, as with `budget=`."""
-        return ("tensors", "allocated", "reserved") if self.meter.for_gpu else ("tensors",)
-
-    @property
-    def margin(self) -> int:
-        """Return the limit minus the peak; negative where the peak is more."""
-        return self.limit - self.step.limited
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the peak is at most the limit."""
-        return self.margin >= 0
+    def __init__(self, meter: LedgerMeter, name: str, limit: int) -> None:
+        meter.ledger.layer = str
+        moment = peak_moment(meter.ledger)
+        self.meter = meter
+        self.name = name
+        self.limit = limit
+        self.kinds = ("tensors", "allocated", "reserved") if meter.for_gpu else ("tensors",)
+        self.step = peak_of(meter.ledger)
+        self.fits = self.step.limited <= limit
+        self.layers = Counter({row["module"]: row["bytes"] for row in by_layer(meter.ledger, moment)})
+        self.moment = describe(meter.ledger, moment)
 
     @property
     def line(self) -> str:
         """Return the peak, the limit, the difference and the largest layer, in one line."""
-        kind = f"{self.kinds[-1]}, GUESSED" if self.meter.guesses else self.kinds[-1]
-        distance = "at"
-        if self.margin:
-            distance = f"{_size(abs(self.margin))} {'below' if self.fits else 'above'}"
+        peak = self.step.limited
+        guessed = ", GUESSED" if self.meter.guesses else ""
+        distance = (
+            f"{_size(abs(self.limit - peak))} {'below' if self.fits else 'above'}" if self.limit != peak else "at"
+        )
         [(layer, size)] = self.layers.most_common(1)
         return (
-            f"{self.name}: predicted peak of a step {mib(self.step.limited)} MiB ({kind}, {self.meter.device_type}), "
-            f"{distance} the limit of {mib(self.limit)} MiB; "
+            f"{self.name}: predicted peak of a step {mib(peak)} MiB ({self.kinds[-1]}{guessed}, "
+            f"{self.meter.device_type}), {distance} the limit of {mib(self.limit)} MiB; "
             f"most at the peak: {layer}, {_size(size)}"
         )
 
@@ -262,8 +241,6 @@ class Check:
 
         Its `layers` are summed up by the first `depth` parts of their names; None: by all.
         """
-        ledger = self.meter.ledger
-        moment = describe(ledger, peak_moment(ledger))
         totals = Counter[str]()
         for name, size in self.layers.most_common():
             totals[name if depth is None else cut_name(depth, name)] += size
@@ -278,9 +255,9 @@ class Check:
             "compared": self.kinds[-1],
             "limit_bytes": self.limit,
             "peak_bytes": {kind: getattr(self.step, kind) for kind in self.kinds},
-            "margin_bytes": self.margin,
+            "margin_bytes": self.limit - self.step.limited,
             "workspace_bytes": self.step.requested - self.step.tensors if self.meter.for_gpu else None,
-            "reached_in": {name: moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
+            "reached_in": {name: self.moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
             "layer": {"name": largest, "bytes": most},
             "layers": [{"name": name, "bytes": size} for name, size in totals.most_common()],
             "guesses": list(self.meter.guesses),

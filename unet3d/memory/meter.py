@@ -1,20 +1,20 @@
 """Peak memory of each phase of a step, for the first step and for later ones, read through the step's `mark` alone.
 
 What convolutions take on a GPU in addition to their results is predicted for fake tensors, and measured by torch's
-counters.
+counters. `peak_of` replays CUDA's allocator.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, default_generator, nn
 from torch._prims_common import suggest_memory_format
 
-from unet3d.memory.allocator import EMPTY_CACHE, read_settings
+from unet3d.memory.allocator import EMPTY_CACHE, Settings, read_settings, replay
 from unet3d.memory.breakdown import PhaseBytes, first_and_steady, layer_names, summarise_ledger
 from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker, most_held
 from unet3d.recomputing import workspaces
@@ -88,6 +88,40 @@ def _format(image: Tensor, weight: Tensor) -> torch.memory_format:
     """Return how cuDNN's maps lie: with channels last where the image or the weight does."""
     formats = {suggest_memory_format(image), suggest_memory_format(weight)}
     return torch.channels_last_3d if torch.channels_last_3d in formats else torch.contiguous_format
+
+
+class Peak(NamedTuple):
+    """The most bytes that a step holds. Those of CUDA's allocator are 0 for a step on the CPU."""
+
+    tensors: int
+    requested: int = 0  # Tensors and workspaces of convolutions.
+    allocated: int = 0  # Blocks given out.
+    reserved: int = 0  # Taken from the driver, by this environment's settings.
+    expandable: int = 0  # The same by expandable_segments.
+
+    @property
+    def limited(self) -> int:
+        """Return the bytes that a budget limits: tensors on the CPU, what the allocator reserves on CUDA."""
+        return max(self.tensors, self.reserved)
+
+    @property
+    def of_allocator(self) -> dict[str, int]:
+        """Return the allocator's bytes as memory.json has them; {} on the CPU."""
+        return {"allocated_bytes": self.allocated, "reserved_bytes": self.reserved} if self.reserved else {}
+
+
+def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
+    """Return the peak of the steps of a ledger; for CUDA by a replay of its allocator.
+
+    `settings`: of the allocator; None: those of this environment.
+    """
+    tensors = most_held(ledger.events)
+    if not isinstance(ledger, GpuLedger):
+        return Peak(tensors)
+    requests = ledger.requests()
+    allocated, reserved = replay(requests, settings or read_settings(os.environ)[0])
+    _, expandable = replay(requests, Settings(expandable=True))
+    return Peak(tensors, most_held(requests), allocated, reserved, expandable)
 
 
 REQUESTED = "requested_bytes.all.current"

@@ -21,8 +21,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory import tables
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter
-from unet3d.memory.peak import Peak, peak_of
+from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter, Peak, peak_of
 from unet3d.memory.remedies import Candidate, refuse_over_budget, refuse_over_card
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.tables import SavedSchedule
@@ -240,11 +239,10 @@ def _print_step(subject: MemoryEstimate) -> None:
     entry = subject.entry
     kind = tables.predicted_kind(entry)
     peak = f"predicted peak of a step {mib(subject.step.tensors)} MiB ({kind}), {tables.moment(entry)}"
-    lines = [f"{subject.parameters:,} parameters; {peak}", tables.guessed(entry), *left_out(subject.config)]
-    if subject.step.reserved:
-        entry |= subject.step.of_allocator
-        lines += [tables.with_workspaces(entry), tables.replayed(entry), tables.cuda_sizes(entry), *subject.meter.notes]
-    print("\n".join(filter(None, lines)), flush=True)
+    entry |= subject.step.of_allocator
+    lines = [f"{subject.parameters:,} parameters; {peak}", *tables.guessed(subject.meter.guesses)]
+    lines += [*left_out(subject.config), *tables.on_cuda(entry), *subject.meter.notes]
+    print("\n".join(lines), flush=True)
 
 
 def left_out(config: Config) -> Iterator[str]:

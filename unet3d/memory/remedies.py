@@ -20,7 +20,7 @@ from unet3d.config.rules import check, check_ranks
 from unet3d.config.schema import LOSSES, Config, Model, options_with
 from unet3d.memory import breakdown
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.peak import Peak
+from unet3d.memory.meter import Peak
 from unet3d.memory.tables import NAMES
 from unet3d.memory.technique import choose_technique, step_peak
 from unet3d.recomputing.plans import Technique

@@ -1,6 +1,6 @@
 """memory.json's entries as tables of text and sentences, for the terminal, the report and wandb."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table, mib, percent
@@ -20,9 +20,9 @@ MOST_IN_SENTENCE = 3  # workspaces or places in a sentence
 WORKSPACES = "Workspaces of convolutions (measured: requested minus tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
 CUDA_SIZES = (
-    "tensors (held by the program) <= requested (with scratch inside operations) <= allocated (multiples of 512 bytes) "
+    "On CUDA: tensors (held by the program) <= requested (with scratch inside operations) <= allocated (multiples of 512 bytes) "
     "<= reserved (segments from the driver) "
-    "< nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)"
+    "< nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)."
 )
 
 
@@ -35,30 +35,21 @@ class SavedSchedule(NamedTuple):
     windows: bool = False  # validation follows a program, too
 
 
-def with_workspaces(entry: Entry) -> str:
-    """Return the predicted peak on CUDA with convolutions' workspaces; "" for another entry."""
-    if "workspace_bytes" not in entry:
-        return ""
-    requested = mib(entry["peak_bytes"] + entry["workspace_bytes"])
-    more = mib(entry["workspace_bytes"])
-    return f"requested on CUDA: {requested} MiB; workspaces of convolutions raise the peak by {more} MiB (estimate)"
-
-
-def replayed(entry: Entry) -> str:
-    """Return what CUDA's allocator would hold for a predicted step; "" for another entry."""
-    if "allocated_bytes" not in entry:
-        return ""
-    allocated = f"{mib(entry['allocated_bytes'])} MiB allocated"
-    return f"with workspaces: {allocated}, {mib(entry['reserved_bytes'])} MiB reserved (replay of CUDA's allocator)"
-
-
-def largest_workspaces(entry: Entry) -> str:
-    """Return which convolutions had the largest workspaces on a GPU; "" for another entry."""
-    if "workspaces" not in entry:
-        return ""
-    largest = [row for row in entry["workspaces"][:MOST_IN_SENTENCE] if row["bytes"]]
-    sizes = [f"{mib(row['bytes'])} MiB in {row['phase']} of {row['module']}" for row in largest]
-    return f"{WORKSPACES}, the largest: {', '.join(sizes) or 'none'}."
+def on_cuda(entry: Entry) -> Iterator[str]:
+    """Yield what else is known of a step on CUDA: what its allocator holds, and the workspaces of convolutions."""
+    if "allocated_bytes" in entry:
+        allocated = f"{mib(entry['allocated_bytes'])} MiB allocated"
+        yield f"with workspaces: {allocated}, {mib(entry['reserved_bytes'])} MiB reserved (replay of CUDA's allocator)"
+    if "workspace_bytes" in entry:
+        requested = mib(entry["peak_bytes"] + entry["workspace_bytes"])
+        raised = f"workspaces of convolutions raise the peak by {mib(entry['workspace_bytes'])} MiB (estimate)"
+        yield f"requested on CUDA: {requested} MiB; {raised}"
+    if "workspaces" in entry:
+        largest = [row for row in entry["workspaces"][:MOST_IN_SENTENCE] if row["bytes"]]
+        sizes = [f"{mib(row['bytes'])} MiB in {row['phase']} of {row['module']}" for row in largest]
+        yield f"{WORKSPACES}, the largest: {', '.join(sizes) or 'none'}."
+    if "workspace_bytes" in entry or "reserved_bytes" in entry:
+        yield CUDA_SIZES
 
 
 def workspaces(entry: Entry) -> Table:
@@ -67,15 +58,8 @@ def workspaces(entry: Entry) -> Table:
     return Table(["layer", "phase", "workspace (MiB)"], rows)
 
 
-def cuda_sizes(entry: Entry) -> str:
-    """Return how the sizes of a step differ, if it is on CUDA; else ""."""
-    is_on_cuda = "workspace_bytes" in entry or "reserved_bytes" in entry
-    return f"On CUDA: {CUDA_SIZES}." if is_on_cuda else ""
-
-
-def guessed(entry: Entry) -> str:
-    """Return why a prediction is a guess, where and what to do; "" for another entry."""
-    guesses = entry.get("guesses", [])
+def guessed(guesses: Sequence[str]) -> Iterator[str]:
+    """Yield why a prediction with these guesses is one, and what to do."""
     places = places_read(guesses)
     reasons = []
     if places:
@@ -88,10 +72,9 @@ def guessed(entry: Entry) -> str:
         )
     if LSTM in guesses:
         reasons.append(f"{LSTM} is not in it: its library alone knows the size, which may be most of such a layer's")
-    if not reasons:
-        return ""
-    advice = "measure it, with unet3d.memory.explain (--measure beside --module) or a run"
-    return f"A GUESS: {'; and '.join(reasons)}: {advice}"
+    if reasons:
+        advice = "measure it, with unet3d.memory.explain (--measure beside --module) or a run"
+        yield f"A GUESS: {'; and '.join(reasons)}: {advice}"
 
 
 def predicted_kind(entry: Entry) -> str:

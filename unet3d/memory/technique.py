@@ -20,8 +20,7 @@ from unet3d.config.schema import Config, Loss, Model, Optim
 from unet3d.memory.breakdown import last_step, stage_of
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.peak import Peak, peak_of
+from unet3d.memory.meter import STEPS_FOR_PEAK, Peak, peak_of
 from unet3d.memory.simulate import fake_batch, fake_model, memoized, simulate, step_key
 from unet3d.memory.tables import SavedSchedule
 from unet3d.recomputing import search

@@ -11,7 +11,7 @@ from unet3d.base.fit import fit
 from unet3d.base.types import MIB
 from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.peak import Peak
+from unet3d.memory.meter import Peak
 from unet3d.memory.prediction import smallest_validation
 from unet3d.memory.remedies import Candidate, refuse_step
 from unet3d.memory.simulate import fake_model, memoized

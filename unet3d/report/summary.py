@@ -34,9 +34,8 @@ def print_summary(run: RunRecord) -> None:
         title = f"Memory of a step, {run.memory_kind} ({entry['kind']})"
         console.print(terminal_table(title, tables.phases(entry)))
         console.print(prediction(run))
-        for sentence in (tables.with_workspaces(entry), tables.largest_workspaces(entry), tables.cuda_sizes(entry)):
-            if sentence:
-                console.print(escaped(sentence))
+        for sentence in tables.on_cuda(entry):
+            console.print(escaped(sentence))
     of_plan = receipt(run.memory, run.records)
     if of_plan.rows:
         console.print(terminal_table(RECEIPT, of_plan))
