@@ -20,8 +20,8 @@ MOST_IN_SENTENCE = 3  # workspaces or places in a sentence
 WORKSPACES = "Workspaces of convolutions (measured: requested minus tensors)"
 # How the sizes of a step on CUDA differ, from the smallest to the largest.
 CUDA_SIZES = (
-    "On CUDA: tensors (held by the program) <= requested (with scratch inside operations) <= allocated (multiples of 512 bytes) "
-    "<= reserved (segments from the driver) "
+    "On CUDA: tensors (held by the program) <= requested (with scratch inside operations) "
+    "<= allocated (multiples of 512 bytes) <= reserved (segments from the driver) "
     "< nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)."
 )
 
