@@ -11,7 +11,7 @@ from test_docs import TEXTS
 from training import PLAIN, TINY, face, train
 
 from unet3d.memory import remedies as search_of_ways
-from unet3d.planning import timing
+from unet3d.planning import steps
 
 SMALL = {  # takes the place of what a page shows
     word.partition("=")[0]: word
@@ -99,7 +99,7 @@ def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("WITH_BUDGET", "PLANS"):  # ways with recompute, whose search takes most of the time
         monkeypatch.setattr(search_of_ways, name, ())
-    monkeypatch.setattr(timing, "measured_step", lambda _: 0.5)  # planning's tests measure
+    monkeypatch.setattr(steps, "measured_step", lambda _: 0.5)  # planning's tests measure
     return tmp_path
 
 

@@ -26,12 +26,12 @@ from unet3d.data.cases import Case
 from unet3d.data.grids import target_grid
 from unet3d.memory.prediction import preflight
 from unet3d.model import geometry
-from unet3d.planning import timing
+from unet3d.planning import steps
 from unet3d.planning.draft import Draft
 from unet3d.planning.fingerprint import read_fingerprint
 from unet3d.planning.patches import sized_patches
-from unet3d.planning.plan import choose_intensity, choose_spacing, like_nnunet, make_plan
-from unet3d.planning.timing import measured_step  # as it is without `quick`
+from unet3d.planning.plan import choose_intensity, choose_spacing, like_nnunet, make_plan, seconds_of
+from unet3d.planning.steps import measured_step  # as it is without `quick`
 from unet3d.report import summary
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import read_memory
@@ -50,7 +50,7 @@ def planned(kind: Kind, budget: int, *words: str, seconds: float | None = None) 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are predicted, none is taken."""
-    monkeypatch.setattr(timing, "measured_step", lambda _: 0.5)
+    monkeypatch.setattr(steps, "measured_step", lambda _: 0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
@@ -69,7 +69,7 @@ def test_patches_have_the_volumes_proportions_and_suit_the_strides(kind: Kind) -
 def in_megabytes(megabytes: int) -> Draft:
     """The plan of small volumes in a budget."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "measured_step", lambda _: 0.5)
+        patch.setattr(steps, "measured_step", lambda _: 0.5)
         return planned(SMALL, megabytes * MIB, NARROW)
 
 
@@ -225,7 +225,7 @@ def test_a_budget_too_small_for_any_patch_is_one_line(quick: None) -> None:
 
 
 def test_the_time_decides_how_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "measured_step", lambda _: 0.001)
+    monkeypatch.setattr(steps, "measured_step", lambda _: 0.001)
     long = planned(SMALL, 400 * MIB, NARROW, "data.patch=[32,32,32]", seconds=600)
     short = planned(SMALL, 400 * MIB, NARROW, "data.patch=[32,32,32]", seconds=60)
     assert long.config.steps > short.config.steps
@@ -243,7 +243,7 @@ def test_a_step_that_is_measured_in_place_of_a_long_one_has_maps_to_normalise() 
     words = ["model.features=[2,2,2,2,2,2,2]", "data.patch=[384,384,256]", "batch=1"]
     config = compose.compose(["device=cpu", *words])
     config.model.in_channels, config.model.classes = 1, 2
-    smaller = timing.shrunk(config)
+    smaller = steps.shrunk(config)
     assert prod(smaller.data.patch) < prod(config.data.patch) / 100
     assert geometry.level_sizes(smaller.data.patch, config.model)[-1] != (1, 1, 1)
 
@@ -251,7 +251,7 @@ def test_a_step_that_is_measured_in_place_of_a_long_one_has_maps_to_normalise() 
 @pytest.mark.parametrize("text", ("8", "h", "0h", "8 weeks", "-1h", "1e9h"))
 def test_a_time_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="time="):
-        timing.seconds_of(text)
+        seconds_of(text)
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ def test_each_kind_is_planned_from_its_files_and_its_step_runs(name: str, tmp_pa
     if name == "mr":
         assert geometry.kernels(draft.config.model)[0] == (3, 3, 1)
         assert geometry.strides(draft.config.model)[0] == (2, 2, 1)
-    smaller = timing.shrunk(draft.config)
+    smaller = steps.shrunk(draft.config)
     assert measured_step(smaller) > 0
 
 

@@ -97,9 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
     if out.is_dir():
         raise UserError(f"{out}: is a folder; -o names a file")
     from unet3d.base.terminal import NARROW, paper, terminal_table
-    from unet3d.planning import fingerprint, plan, timing
+    from unet3d.planning import fingerprint, plan
 
-    seconds = timing.seconds_of(own["time"]) if "time" in own else None
+    seconds = plan.seconds_of(own["time"]) if "time" in own else None
     budget = _budget(config.budget, config.device)
     read = fingerprint.read_fingerprint(config.data)
     for title, table in fingerprint.tables(read):

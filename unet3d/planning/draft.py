@@ -1,11 +1,12 @@
 """A plan in the making, and its file: the config so far, and decisions, each with its reason."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
 
 from unet3d import build
 from unet3d.base.errors import escaped
@@ -77,17 +78,21 @@ class Draft:
     def as_yaml(self, command: str) -> str:
         """Return the plan's file: what the command line gave, what was decided, and what is promised."""
         given = {name: attrgetter(name)(self.config) for name in sorted(self.given)}
-        options: dict[str, Any] = {}
+        options = OmegaConf.create()
         for name, value in {**given, **self.options}.items():
-            *groups, last = name.split(".")
-            place = options
-            for group in groups:
-                place = place.setdefault(group, {})
-            place[last] = value
-        content = {"options": options, "promise": self.promise}
+            OmegaConf.update(options, name, value)
+        content = {"options": OmegaConf.to_container(options), "promise": self.promise}
         text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
         reasons = [f"# {escaped(str(decision))}" for decision in self.decisions]
         return "\n".join([f"# Written by: {escaped(command)}", *reasons, text])
+
+
+def with_options(config: Config, options: Mapping[str, Any], given: Collection[str]) -> Config:
+    """Return the config with other values of options, by their dotted names, but for those that are given."""
+    for name, value in options.items():
+        if name not in given:
+            config = changed(config, name, value)
+    return config
 
 
 def changed(node: Any, name: str, value: Any) -> Any:

@@ -17,9 +17,9 @@ from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.model import half_precision
 from unet3d.model.architecture import LEAST_LENGTH, Levels
-from unet3d.planning import timing
-from unet3d.planning.draft import Draft, sizes_text
-from unet3d.planning.patches import LONGEST, MOST_LEVELS, SizedPatch, plain_sizes, sized_patches
+from unet3d.planning import steps
+from unet3d.planning.draft import Draft, changed, sizes_text, with_options
+from unet3d.planning.patches import LONGEST, MOST_LEVELS, SizedPatch, level_options, sized_patches
 from unet3d.planning.steps import Step, by_schedule, predicted_step, state_bytes
 
 FIRST_WIDTHS = (32, 24, 16, 8)  # Channels of the first level, in order of preference.
@@ -53,7 +53,7 @@ def choose_precision(draft: Draft) -> None:
         return
     widths = [width for width in _first_widths(draft) if width >= FIRST_ON_CPU]
     config = by_schedule(with_patch(draft, widths[-1], _small(_sizes(draft))), "none")
-    seconds, seconds_by_amp = (timing.measured_step(replace(config, amp=amp)) for amp in (False, True))
+    seconds, seconds_by_amp = (steps.measured_step(replace(config, amp=amp)) for amp in (False, True))
     is_worth = seconds_by_amp <= SLOWER_BY_AMP * seconds
     draft.set("amp", is_worth)
     time = f"a small step takes {seconds_by_amp / seconds:.2f} times float32's time on this CPU (measured)"
@@ -89,23 +89,15 @@ def _first_widths(draft: Draft) -> list[int]:
 
 def _small(sizes: Sequence[SizedPatch]) -> SizedPatch:
     """Return the largest patch whose step is short on any machine."""
-    return next((size for size in sizes if size.voxels <= timing.SMALL), sizes[-1])
+    return next((size for size in sizes if size.voxels <= steps.SMALL), sizes[-1])
 
 
 def with_patch(draft: Draft, first_width: int, size: SizedPatch) -> Config:
     """Return the config with a patch, and the network that suits it. Raises UserError for what no run takes."""
-    model = draft.config.model
-    levels = size.levels
-    if not draft.is_given("model.features"):
-        most = MOST_WIDTH * first_width
-        features = [min(most, first_width * 2**level) for level in range(len(levels.kernels))]
-        model = replace(model, features=features)
-    if not draft.is_given("model.kernels"):
-        model = replace(model, kernels=plain_sizes(levels.kernels, 3))
-    if not draft.is_given("model.strides"):
-        model = replace(model, strides=plain_sizes(levels.strides, 2))
-    data = replace(draft.config.data, patch=list(size.patch))
-    config = replace(draft.config, model=model, data=data)
+    most = MOST_WIDTH * first_width
+    features = [min(most, first_width * 2**level) for level in range(len(size.levels.kernels))]
+    options = {"model.features": features, **level_options(size.levels)}
+    config = with_options(changed(draft.config, "data.patch", list(size.patch)), options, draft.given)
     rules.check(config, here=False)
     return config
 
@@ -146,12 +138,12 @@ def _first_width(draft: Draft, sizes: Sequence[SizedPatch]) -> tuple[int, str, f
     where the device is not here.
     """
     small = _small(sizes)
-    is_timed = draft.seconds is not None and timing.is_here(draft.config)
+    is_timed = draft.seconds is not None and steps.is_here(draft.config)
 
     @cache
     def pace(width: int) -> float:
         config = by_schedule(with_patch(draft, width, small), "none")
-        return timing.measured_step(replace(config, batch=1, accumulate=1)) / small.voxels
+        return steps.measured_step(replace(config, batch=1, accumulate=1)) / small.voxels
 
     widths = _first_widths(draft)
     if draft.is_given("model.features"):
@@ -171,7 +163,7 @@ def _first_width(draft: Draft, sizes: Sequence[SizedPatch]) -> tuple[int, str, f
     middle = sizes[len(sizes) // 2]
     limit = STATE_SHARE * draft.budget
     for width in (*widths, narrowest):
-        if state_bytes(with_patch(draft, width, middle)) <= limit:
+        if state_bytes(with_patch(draft, width, middle))[0] <= limit:
             break
     if width < FIRST_ON_CPU:
         reason = f"{WEIGHTS} of wider levels"
@@ -186,9 +178,8 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
     `sizes`: the largest first. Raises UserError where none fits.
     """
     are_parts_given = draft.is_given("batch", "accumulate")
-    batch = draft.config.batch if draft.is_given("batch") else LEAST_BATCH
-    accumulate = draft.config.accumulate if draft.is_given("accumulate") else 1
-    draft_at_once = replace(draft, config=replace(draft.config, batch=batch, accumulate=accumulate))
+    batch = {"batch": LEAST_BATCH, "accumulate": 1}
+    draft_at_once = replace(draft, config=with_options(draft.config, batch, draft.given))
 
     def at_once(size: SizedPatch) -> Config:
         return with_patch(draft_at_once, width, size)
@@ -206,7 +197,7 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
     plain = predicted_step(by_schedule(at_once(sizes[0]), "none"))
     if plain.limited <= draft.budget:
         return plain, sizes[0]
-    state = state_bytes(plain.config)
+    state, _ = state_bytes(plain.config)
     of_patch = SHARE_BY_TILES * (plain.needs.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
     size = _largest(draft, sizes, by_tiles, lambda size: state + of_patch * size.voxels / sizes[0].voxels)
     configs = [at_once(size), in_parts(size)] if size == sizes[0] else [in_parts(size)]
@@ -265,7 +256,7 @@ def _grown(draft: Draft, step: Step, rate: float | None) -> tuple[Step, str]:
     if rate is not None and draft.seconds is not None:
         most = int(draft.seconds / LEAST_STEPS / (voxels * rate))
         limits[f"one more would leave fewer than {LEAST_STEPS} steps in the time"] = most
-    of_patch = max(1, (step.limited - state_bytes(config)) // config.batch)
+    of_patch = max(1, (step.limited - state_bytes(config)[0]) // config.batch)
     most = min(limits.values())
     if not draft.is_given("batch", "accumulate") and config.accumulate == 1 and step.limited + of_patch <= draft.budget:
         batches = range(most, config.batch, -1)

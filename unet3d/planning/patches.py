@@ -85,11 +85,13 @@ def _useful(length: float, unit: int) -> int:
     return below
 
 
-def plain_sizes(triples: Sequence[Triple], usual: int) -> int | list[list[int]]:
-    """Return the usual size where all are it, else a list of them."""
-    if all(set(triple) == {usual} for triple in triples):
-        return usual
-    return [list(triple) for triple in triples]
+def level_options(levels: Levels) -> dict[str, int | list[list[int]]]:
+    """Return kernels and strides as options: the usual size where all are it, else a list of them."""
+    options: dict[str, int | list[list[int]]] = {}
+    for name, triples, usual in (("model.kernels", levels.kernels, 3), ("model.strides", levels.strides, 2)):
+        are_usual = all(set(triple) == {usual} for triple in triples)
+        options[name] = usual if are_usual else [list(triple) for triple in triples]
+    return options
 
 
 def patches_of_network(padded: Padding, proportions: Triple | None = None) -> list[Triple]:

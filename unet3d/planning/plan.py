@@ -1,27 +1,39 @@
-"""A plan from a data set's fingerprint, a budget and a time: what follows from the data alone is decided here."""
+"""A plan from a data set's fingerprint, a budget and a time: what follows from the data or the time is decided here."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 
 from unet3d.base.errors import UserError
+from unet3d.base.progress import duration
 from unet3d.config.schema import Config
 from unet3d.data.grids import MAX_GROWTH
 from unet3d.data.nifti import MAX_VOXELS
 from unet3d.model.architecture import COARSE, FINER_PERCENTILE, median_shape, target_spacing
-from unet3d.planning.draft import Draft, changed, sizes_text
+from unet3d.planning.draft import Draft, sizes_text, with_options
 from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.for_budget import choose_precision, choose_step
-from unet3d.planning.patches import nnunet_plan, plain_sizes
-from unet3d.planning.timing import choose_rate, choose_steps
+from unet3d.planning.patches import level_options, nnunet_plan
+from unet3d.planning.steps import is_here, step_time
+from unet3d.training.windows import even_corners
 
 ACTIVATION = "leaky_relu"
 SPACING_VARIATION = 1.1  # Ratio of the spacings of cases from which on they are resampled.
 FINER = 0.99  # Times the median: an axis below it has another percentile, and is not just rounded.
 COARSER = 1.05  # Times the spacing, at once, while a run would refuse it.
+DEFAULT_STEPS = 2000  # Without a time.
+MOST_STEPS = 250_000  # nnU-Net's number.
+FEW = 300  # Steps of a given time, below which a line warns.
+VALIDATIONS = 2
+MIRROR_SHARE = 0.1  # Of the time, at most, for validations that average over mirrorings.
+FORWARD = 1 / 3  # Of the time of a step: backward takes two of them.
+LONG = 10_000  # Steps from which on the learning rate is lower.
+LONG_RATE = 1e-3
+UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 AXES = ("x (left-right)", "y (back-front)", "z (down-up)")
 
 
@@ -70,14 +82,10 @@ def like_nnunet(config: Config, given: Collection[str], fingerprint: Fingerprint
         "data.spacing": list(chosen.spacing),
         "data.patch": list(chosen.patch),
         "model.features": chosen.levels.features,
-        "model.kernels": plain_sizes(chosen.levels.kernels, 3),
-        "model.strides": plain_sizes(chosen.levels.strides, 2),
+        **level_options(chosen.levels),
         "batch": chosen.batch,
     }
-    for name, value in options.items():
-        if name not in given:
-            config = changed(config, name, value)
-    return config, {*given, *options}
+    return with_options(config, options, given), {*given, *options}
 
 
 def choose_spacing(draft: Draft) -> None:
@@ -178,3 +186,85 @@ def choose_rotation(draft: Draft) -> None:
 
 def _names(axes: Sequence[int]) -> str:
     return ", ".join(AXES[axis] for axis in axes)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of `8h`, `90min`, `1.5 d`. Raises UserError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|m|h|d)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise UserError(f"time={text}: give an amount and a unit, min, h or d, e.g. time=8h")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def choose_steps(draft: Draft) -> None:
+    """Choose steps and validations from a step that is measured here, if its device is."""
+    if not is_here(draft.config):
+        _set_steps(draft, DEFAULT_STEPS)
+        reason = "the default: how long a step takes is unknown, since this machine has no such device"
+        instead = "python -m unet3d plan ... time=8h, on the machine itself"
+        draft.decide("steps", f"{draft.config.steps:,}", reason, instead)
+        return
+    seconds, basis = step_time(draft.config)
+    each = f"{seconds:.3g} s each ({basis})"
+    draft.promise["step_s"] = round(seconds, 4)
+    validation = _mirrored_validation(draft, _validation_seconds(draft, seconds))
+    steps = DEFAULT_STEPS
+    reason = f"the default without time=; {each}"
+    if draft.seconds is not None:
+        left = draft.seconds - VALIDATIONS * validation
+        steps = max(1, min(MOST_STEPS, int(left / seconds)))
+        reason = f"{each}, and {VALIDATIONS} validations of {duration(validation)} (estimated)"
+    if draft.is_given("steps"):
+        reason = f"as given; {each}"
+    _set_steps(draft, steps)
+    steps = draft.config.steps
+    total = steps * seconds + ceil(steps / (draft.config.eval_every or steps)) * validation
+    draft.promise["seconds"] = round(total, 1)
+    draft.decide("steps", f"{steps:,}", f"{reason}: {duration(total)} in all (predicted)")
+    if draft.seconds is not None and steps < FEW and not draft.is_given("steps"):
+        draft.warnings.append(f"steps: {steps} in {duration(draft.seconds)} are few to learn from; give more time")
+
+
+def _mirrored_validation(draft: Draft, seconds: float) -> float:
+    """Choose whether validations average over mirrorings, if there is a time; return the seconds that one takes.
+
+    `seconds` is what one takes without.
+    """
+    mirrorings = 2 ** len(draft.config.data.augment.mirror)
+    if draft.seconds is not None and not draft.is_given("inference.mirror"):
+        is_mirrored = VALIDATIONS * seconds * mirrorings <= MIRROR_SHARE * draft.seconds
+        draft.set("inference.mirror", is_mirrored)
+        reason = f"with {mirrorings} passes a window a validation takes {duration(seconds * mirrorings)} (estimated)"
+        choice = f"inference.mirror={is_mirrored}".lower()
+        draft.decide("mirrored windows", choice, reason, f"inference.mirror={not is_mirrored}".lower())
+    return seconds * mirrorings if draft.config.inference.mirror else seconds
+
+
+def _set_steps(draft: Draft, steps: int) -> None:
+    draft.set("steps", steps)
+    draft.set("eval_every", ceil(draft.config.steps / VALIDATIONS))
+
+
+def choose_rate(draft: Draft) -> None:
+    """Choose the learning rate of AdamW's one cycle by the number of steps."""
+    if draft.is_given("optim.lr", "optim.name", "optim.schedule"):
+        draft.decide("learning rate", f"{draft.config.optim.lr:g}", "as given")
+        return
+    rate = draft.config.optim.lr
+    if draft.config.steps >= LONG:
+        rate = min(rate, LONG_RATE)
+    draft.set("optim.lr", rate)
+    kind = f"{draft.config.optim.name}, {draft.config.optim.schedule}"
+    length = f"fewer than {LONG:,} steps" if draft.config.steps < LONG else f"{LONG:,} steps or more"
+    reason = f"{kind}, of {length} (a rule of thumb, not measured)"
+    draft.decide("learning rate", f"{rate:g}", reason, f"optim.lr={rate / 3:.2g}")
+
+
+def _validation_seconds(draft: Draft, step_seconds: float) -> float:
+    """Return the estimated seconds of a validation without mirrorings: its windows' forward passes."""
+    config = draft.config
+    windows = 0
+    for shape, stored in draft.fingerprint.held_out:
+        size = list(map(int, median_shape([shape], [stored], draft.spacing)))
+        windows += prod(map(len, even_corners(size, config.data.patch, config.inference.overlap)))
+    return windows * FORWARD * step_seconds / (config.batch * config.accumulate)
