@@ -571,14 +571,14 @@ def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tm
 
 
 @promise("Data", "sheared grids, sform beside ...")
-@without("unet3d.data.grids.MM", range(99))
-def test_lengths_that_are_not_in_mm_are_reported_once_a_case(tmp_path: Path) -> None:
+@without("unet3d.data.nifti.MM", range(99))
+def test_lengths_that_are_not_in_mm_are_reported_once(tmp_path: Path) -> None:
     paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
     for path in paths:
         stored = nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.eye(4))
         stored.header.set_xyzt_units("meter")
         nib.save(stored, path)
-    (line,) = predicted_files.accepted_contradictions(Case("a", paths, None))
+    (line,) = predicted_files.doubts_about([Case("a", paths, None)])
     assert line.startswith(f"a: {paths[0]}: ") and {"meter", "mm", "data.spacing"} <= {*re.findall(r"[\w.]+", line)}
 
 

@@ -39,8 +39,8 @@ from unet3d.base.files import read_yaml
 from unet3d.cli.train import parse, plan
 from unet3d.config import compose
 from unet3d.config.schema import Data
-from unet3d.data.cases import WARNING, read_dataset
-from unet3d.data.check import check_cases, check_headers, summary
+from unet3d.data.cases import read_dataset
+from unet3d.data.check import check_cases, summary
 from unet3d.data.intensity import intensity_rules
 from unet3d.data.preprocess import CaseReader, usable
 from unet3d.data.splits import split
@@ -95,13 +95,13 @@ def read_all(data: Data) -> str:
         task = read_dataset(data)
     except UserError as error:
         return _refused([str(error)])
-    quick = check_headers(task, task.cases, data).lines
-    headers, lines, _ = check_cases(task, task.cases, data)
-    assert {*quick} <= {*lines}, f"only the quick check says {quick}"
-    problems = [line for line in lines if not line.startswith(WARNING)]
+    quick = check_cases(task, task.cases, data)
+    found = check_cases(task, task.cases, data, voxels=True)
+    problems, lines = found.problems, [*found.problems, *found.warnings]
+    assert {*quick.problems, *quick.warnings} <= {*lines}, f"only the quick check says {quick}"
     try:
         train, val = split(task, data)
-        lines += summary(task, train, val, headers)
+        lines += summary(task, train, val, found.headers)
         reader = CaseReader(task, data.spacing)
         reader.intensity = intensity_rules("auto", task.channels, map(reader.foreground, train))
         for _ in usable([*train, *val], "reading cases", reader):

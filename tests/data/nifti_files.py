@@ -12,11 +12,12 @@ import numpy as np
 
 from unet3d.config.schema import Data
 from unet3d.data import nifti, restore
-from unet3d.data.cases import WARNING, Case, read_dataset
-from unet3d.data.check import check_cases, check_headers
+from unet3d.data.cases import Case, read_dataset
+from unet3d.data.check import check_cases
 
 # Axes towards left, posterior, superior, as most scanners store them; voxels of 1 x 1.5 x 2.5 mm.
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
+WARNING = "warning: "  # begins a line of what a run starts despite
 SHIFTED, FLIPPED, NOISY = LPS + np.eye(4, k=3), LPS @ np.diag([-1, 1, 1, 1]), LPS + 1e-6
 HEADER_FIELDS = {
     **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "vox_offset": (108, "<f")},
@@ -113,10 +114,10 @@ def rewrite(root: Path, **changes: Any) -> None:
 
 
 def checked(data: Data, full: bool = True) -> list[str]:
-    """Every line of the check of a data set."""
+    """Every line of the check of a data set, problems before warnings."""
     dataset = read_dataset(data)
-    check = check_cases if full else check_headers
-    return check(dataset, dataset.cases, data).lines
+    found = check_cases(dataset, dataset.cases, data, voxels=full)
+    return [*found.problems, *(f"{WARNING}{line}" for line in found.warnings)]
 
 
 def told(lines: Sequence[str], wanted: Sequence[Sequence[str]]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from guards import no, without, yes
-from nifti_files import checked, decathlon, errors, holds, image, label, rewrite, told, write
+from nifti_files import WARNING, checked, decathlon, errors, holds, image, label, rewrite, told, write
 from promises import promise
 from training import face
 
@@ -19,7 +19,7 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import Data, Phantom
 from unet3d.data import texts
-from unet3d.data.cases import WARNING, Case, DatasetInfo, read_dataset
+from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.layouts.generated import phantom_outline
 from unet3d.data.prepare import prepare_data
 from unet3d.data.scan import read_grid
@@ -527,9 +527,6 @@ def test_folders_that_the_command_line_puts_outside_are_read(tmp_path: Path) -> 
         pytest.param([f"{'a' * 249}.nii"], [f"{'a' * 249}.nii"], ["249", ".nii.gz", "255"], id="long name"),
         ([f"{'ä' * 125}.nii"], [f"{'ä' * 125}.nii"], ["125", ".nii.gz", "255"]),
         pytest.param(["a\x1b[2J.nii"], ["a\x1b[2J.nii"], ["/labels: ", r"'a\x1b[2J'"], id="odd name"),
-        pytest.param(
-            ["warning: a.nii"], ["warning: a.nii"], ["/labels: ", "'warning: a'"], id="a line that only warns"
-        ),
         ([], ["a.nii"], ["/images: ", "data.root"]),
     ],
 )
@@ -537,6 +534,14 @@ def test_folders_that_do_not_match_are_refused(
     tmp_path: Path, images: list[str], labels: list[str], parts: list[str]
 ) -> None:
     assert holds(refusal(folders(tmp_path, images, labels)), parts)
+
+
+def test_a_problem_of_a_case_that_is_named_like_a_warning_is_one(tmp_path: Path) -> None:
+    names = ["warning: a.nii", "b.nii"]
+    data = folders(tmp_path, names, names)
+    (tmp_path / "images" / names[0]).write_bytes(b"")
+    with pytest.raises(UserError, match=r"^warning: a: .* is empty"):
+        prepare_data(data)
 
 
 def test_a_name_that_leaves_room_for_its_ending_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 from brain import AFFINE, HELD, LABELS, NAMES, ORDER, make_brain
-from nifti_files import checked, decathlon, image, label, rewrite, told, write
+from nifti_files import WARNING, checked, decathlon, image, label, rewrite, told, write
 from promises import promise
 
 from unet3d import build
@@ -16,8 +16,8 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE, Regions
 from unet3d.config import compose
 from unet3d.config.schema import Config, Data
-from unet3d.data.cases import WARNING, DatasetInfo, read_dataset
-from unet3d.data.check import check_headers, summary
+from unet3d.data.cases import DatasetInfo, read_dataset
+from unet3d.data.check import check_cases, summary
 from unet3d.data.grids import drawn
 from unet3d.data.labels import written_words
 from unet3d.data.layouts.generated import phantom_outline
@@ -249,7 +249,7 @@ def test_the_check_of_a_data_set_names_regions_and_what_is_absent(tmp_path: Path
     assert len(lines) == 2 and all("enhancing in no" in line for line in lines)
     dataset = read_dataset(data)
     train, val = split(dataset, data)
-    headers = check_headers(dataset, dataset.cases, data, ImageFiles()).sound_headers()
+    headers = check_cases(dataset, dataset.cases, data, ImageFiles()).sound_headers()
     (line,) = (line for line in summary(dataset, train, val, headers) if line.startswith("classes"))
     assert "1+2+3 whole_tumor (a region, drawn as 1)" in line and line.endswith("4 is ignored")
 

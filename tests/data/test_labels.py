@@ -20,7 +20,7 @@ from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import Data
 from unet3d.data.cache import key_of
 from unet3d.data.cases import read_dataset
-from unet3d.data.check import check_headers, summary
+from unet3d.data.check import check_cases, summary
 from unet3d.data.labels import class_names, proposal, written_values, written_words
 from unet3d.data.prepare import prepare_data
 from unet3d.data.preprocess import CaseReader
@@ -161,7 +161,7 @@ def test_check_data_proposes_a_map_that_then_has_no_problem(
         prepared(data)
     mapped = _as_written(data, option)
     dataset = read_dataset(mapped)
-    headers = check_headers(dataset, dataset.cases, mapped).headers
+    headers = check_cases(dataset, dataset.cases, mapped).headers
     assert checked(mapped) == [] and "0 air" in summary(dataset, *split(dataset, mapped), headers)[2]
 
 

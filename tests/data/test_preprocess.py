@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from guards import without
-from nifti_files import FLIPPED, LPS, case, checked, decathlon, image, label, told, write
+from nifti_files import FLIPPED, LPS, WARNING, case, checked, decathlon, image, label, told, write
 from promises import promise
 from training import TINY, face, records, train
 
@@ -22,7 +22,6 @@ from unet3d.base.types import IGNORE
 from unet3d.config.compose import compose, to_plain
 from unet3d.config.schema import Config, Data
 from unet3d.data import preprocess
-from unet3d.data.cases import WARNING
 from unet3d.data.intensity import Intensity, Seen, checked_intensity, intensity_rules, normalise
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.prepare import prepare_data

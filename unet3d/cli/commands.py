@@ -113,18 +113,16 @@ def check_data(arguments: argparse.Namespace) -> int:
     val: Sequence[cases.Case] = ()
     with suppress(UserError):  # check_cases lists it too
         train, val = splits.split(dataset, config.data)
-    headers, lines, options = check.check_cases(dataset, dataset.cases, config.data)
-    advice = check.mostly_padding(config.model, config.data.patch, [headers[case.id].target for case in train])
-    if advice is not None:
-        lines.append(f"{cases.WARNING}{advice}")
-    problems = [line for line in lines if not line.startswith(cases.WARNING)]
-    summary = check.summary(dataset, train, val, headers)
-    if len(problems) <= bool(options):  # which mend the labels, one problem
-        summary += _plan_command(arguments.overrides, options)
-    for line in [*summary, *listed(lines)]:
+    found = check.check_cases(dataset, dataset.cases, config.data, voxels=True)
+    advice = check.mostly_padding(config.model, config.data.patch, [found.headers[case.id].target for case in train])
+    warnings = found.warnings if advice is None else [*found.warnings, advice]
+    summary = check.summary(dataset, train, val, found.headers)
+    if len(found.problems) <= bool(found.options):  # which mend the labels, one problem
+        summary += _plan_command(arguments.overrides, found.options)
+    for line in [*summary, *listed([*found.problems, *(f"warning: {line}" for line in warnings)])]:
         print(escaped(line))
-    print(f"{counted(len(problems), 'problem')}, {counted(len(lines) - len(problems), 'warning')}")
-    return UserError.exit_code if problems else 0
+    print(f"{counted(len(found.problems), 'problem')}, {counted(len(warnings), 'warning')}")
+    return UserError.exit_code if found.problems else 0
 
 
 def _plan_command(overrides: Sequence[str], options: Sequence[str]) -> list[str]:

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = arguments.out / RECORD if not is_file else arguments.out.with_name(f".{arguments.out.name}.jsonl")
     origins = Origins(record, segmenter.origin, arguments.checkpoint)
     missing_of = paths_of if arguments.overwrite else _missing(origins, cases, paths_of)
-    for line in predicted_files.doubtful_places_in(cases):
+    for line in predicted_files.doubts_about(cases):
         warn(line)
     failed = len(problems)
     written = 0

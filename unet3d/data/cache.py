@@ -9,42 +9,33 @@ import hashlib
 import json
 import os
 import resource
-import stat
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from unet3d.base.errors import UserError, is_disk_full, is_out_of_files, is_out_of_memory, make_room
 from unet3d.base.files import open_regular, remove_abandoned, replacing
-from unet3d.data.patches import PreparedCase
 from unet3d.data.scan import sampled_blocks
 
 VERSIONS = [version(name) for name in ("nibabel", "numpy", "scipy")]  # of the libraries that prepare cases
-FORMAT = 3  # raise it with every change to what is computed for a key, or to how it is written
+FORMAT = 4  # raise it with every change to what is computed for a key, or to how it is written
 ALIGNMENT = 64  # bytes that an array's place in its file is a multiple of; its shape is in as many before it
 DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with two: of a sample of what follows, and of all of it
 MAPPED = 30_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has two at most
 Arrays = Mapping[str, np.ndarray]
-Fits = Callable[[Arrays], bool]  # whether arrays can be what their key says
-LABELS = ("label", "foreground", "counts")  # arrays of a label map
-CASE = ("image", *LABELS, "spacing", "replaced", "digest")  # and of a case
-KINDS = {  # type and number of axes of each array
-    "image": (np.float32, 4),
-    "label": (np.int16, 3),
-    "foreground": (np.int32, 2),
-    "counts": (np.int64, 1),
-    "spacing": (np.float64, 1),
-    "replaced": (np.int64, 0),  # voxels that were not finite
-    "digest": (np.uint8, 1),  # of the image, by which twins are found
-    "voxels": (np.float32, 2),
+Shapes = Mapping[str, tuple[int | None, ...]]  # of the arrays of a file, in its order; None: any length
+KINDS = {
+    "image": np.float32,
+    "label": np.int16,
+    "centres": np.int32,  # that patches may have: the number of a class, from 0, and a voxel's place
+    "replaced": np.int64,  # voxels that were not finite
+    "digest": np.uint8,  # of the image, by which twins are found
+    "voxels": np.float32,
 }
 
 
@@ -86,26 +77,23 @@ class DiskCache:
         except OSError as error:
             raise self._problem(f"cannot be made ({error.strerror})") from error
 
-    def read(
-        self, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Fits | None = None
-    ) -> dict[str, np.ndarray]:
-        """Return the arrays of these names, mapped; `make` makes them if they are missing or damaged, or do not fit.
+    def read(self, key: str, shapes: Shapes, make: Callable[[], Arrays]) -> Arrays:
+        """Return the arrays of these names, mapped; `make` makes them if they are missing, damaged or of other shapes.
 
         Raises UserError.
         """
-        arrays = self._map(key, names, fits)
+        arrays = self._map(key, shapes)
         if arrays is None:
-            self._write(key, names, make())
-            arrays = self._map(key, names, fits)
+            self._write(key, make(), shapes)
+            arrays = self._map(key, shapes)
         if arrays is None:
             raise self._problem(f"{key} is damaged as soon as it is written")
         return arrays
 
     def holds(self, key: str) -> bool:
         """Return whether the file of the key has been written."""
-        with suppress(OSError):
-            return stat.S_ISREG(self._path(key).lstat().st_mode)
-        return False
+        path = self._path(key)
+        return os.path.isfile(path) and not os.path.islink(path)
 
     def room(self) -> int:
         """Return the free bytes of its disk, once what killed processes have left is removed."""
@@ -116,13 +104,13 @@ class DiskCache:
     def _path(self, key: str) -> Path:
         return self.root / f"{key}.arrays"
 
-    def _map(self, key: str, names: tuple[str, ...], fits: Fits | None) -> dict[str, np.ndarray] | None:
-        """Return the arrays; None if they are not there as they were written."""
+    def _map(self, key: str, shapes: Shapes) -> Arrays | None:
+        """Return the arrays; None if they are not there as they were written, or have other shapes."""
         try:
             with open_regular(self._path(key), follow=False) as file:
                 if key not in self.compared:
                     self._compare(file)
-                arrays = _mapped(file, names)
+                arrays = _mapped(file, shapes)
         except (FileNotFoundError, ValueError, TypeError, OverflowError):
             return None
         except OSError as error:
@@ -130,7 +118,7 @@ class DiskCache:
                 raise
             raise self._problem(f"{key} cannot be read ({error.strerror})") from error
         self.compared.add(key)
-        return arrays if fits is None or fits(arrays) else None
+        return arrays
 
     def _compare(self, file: IO[bytes]) -> None:
         """Raise ValueError where the bytes of a file are not as its digests say."""
@@ -138,14 +126,14 @@ class DiskCache:
         if file.read(DIGEST) != _digest(file, self.full):
             raise ValueError("it is not as it was written")
 
-    def _write(self, key: str, names: tuple[str, ...], arrays: Arrays) -> None:
+    def _write(self, key: str, arrays: Arrays, shapes: Shapes) -> None:
         """Write the arrays of a key in one move: what is there is damaged."""
         self.compared.discard(key)
         try:
             with replacing(self._path(key)) as file:
                 file.seek(2 * DIGEST)
-                for name in names:
-                    write_array(file, np.asarray(arrays[name], KINDS[name][0], order="C"))
+                for name in shapes:
+                    write_array(file, np.asarray(arrays[name], KINDS[name], order="C"))
                 digests = _digest(file, full=False) + _digest(file, full=True)
                 file.seek(0)
                 file.write(digests)
@@ -180,46 +168,17 @@ def write_array(file: IO[bytes], array: np.ndarray) -> None:
     file.write(bytes(-array.nbytes % ALIGNMENT))
 
 
-def _mapped(file: IO[bytes], names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Return the arrays of an open file, mapped. Raises OSError, and other errors where it is too short for them."""
+def _mapped(file: IO[bytes], shapes: Shapes) -> Arrays:
+    """Return the arrays of an open file, mapped. Raises OSError, and ValueError, TypeError where they do not fit."""
     content = np.memmap(file, np.uint8, "r")
     arrays = dict[str, np.ndarray]()
     place = 2 * DIGEST
-    for name in names:
-        kind, axes = KINDS[name]
+    for name, wanted in shapes.items():
         file.seek(place)  # not by the map, which would keep what is around a shape in memory
-        shape = np.frombuffer(file.read(ALIGNMENT), np.int64, axes)
-        arrays[name] = np.ndarray(shape, kind, content, place + ALIGNMENT)
+        shape = np.frombuffer(file.read(ALIGNMENT), np.int64, len(wanted)).tolist()
+        if any(length not in (size, None) for length, size in zip(wanted, shape, strict=True)):
+            raise ValueError(f"{name} has the shape {shape}")
+        arrays[name] = np.ndarray(shape, KINDS[name], content, place + ALIGNMENT)
         size = arrays[name].nbytes
         place += ALIGNMENT + size + -size % ALIGNMENT
     return arrays
-
-
-def label_arrays(case: PreparedCase) -> dict[str, np.ndarray]:
-    """Return a label map and the voxels of its classes as arrays."""
-    counts = np.array([len(voxels) for voxels in case.foreground], np.int64)
-    voxels = np.concatenate([np.empty((0, 3), np.int32), *case.foreground])
-    return {"label": case.label.numpy(), "foreground": voxels, "counts": counts}
-
-
-def labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:
-    """Return the label map and the voxels of its classes, from `label_arrays`."""
-    parts = np.split(arrays["foreground"], np.cumsum(arrays["counts"]))
-    return torch.from_dlpack(arrays["label"]), tuple(parts[:-1])  # the last part is empty
-
-
-def fit_case(arrays: Arrays, channels: int) -> bool:
-    """Return whether arrays can be a case; the values of its voxels are not read."""
-    spacing = arrays["spacing"]
-    if spacing.shape != (3,) or not np.isfinite(spacing).all() or (spacing <= 0).any():
-        return False
-    return len(arrays["image"]) == channels and fit_labels(arrays, arrays["image"].shape[1:])
-
-
-def fit_labels(arrays: Arrays, shape: tuple[int, ...]) -> bool:
-    """Return whether arrays can be the `label_arrays` of a case of this shape."""
-    if arrays["label"].shape != shape or min(shape) == 0:
-        return False
-    voxels = arrays["foreground"]
-    counts = arrays["counts"]
-    return bool(voxels.shape[1] == 3 and (counts >= 0).all() and counts.sum() == len(voxels))

@@ -2,14 +2,13 @@
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from unet3d.base import ranks
-from unet3d.base.errors import UserError, escaped, listed
+from unet3d.base.errors import UserError, listed, warn
 from unet3d.base.files import OTHER_ENDINGS
 from unet3d.base.types import Regions
 from unet3d.config.schema import LAYOUTS, Data
@@ -17,7 +16,6 @@ from unet3d.data import nifti
 from unet3d.data.labels import NamedRegions, Relabel, as_classes, class_names, refuse_odd_names, relabelling
 from unet3d.data.texts import MAX_OTHERS_LISTED, is_plain, leaves, shown_names
 
-WARNING = "warning: "  # a run starts despite lines that begin so
 MAX_NAME = 255  # bytes of a file's name
 NAME_SHOWN = 40  # letters of a name that is too long
 
@@ -28,14 +26,10 @@ def raise_listed(problems: Sequence[str]) -> None:
         raise UserError("\n".join(listed(problems)))
 
 
-def warn_or_raise(lines: Sequence[str]) -> None:
-    """Print warnings, once for all ranks. Raises UserError with the other lines, if there are any.
-
-    Not for lines that may begin with a name of a file: whoever chose it could make a warning of a problem.
-    """
-    raise_listed([line for line in lines if not line.startswith(WARNING)])
+def warn_once(lines: Sequence[str]) -> None:
+    """Print warnings, once for all ranks."""
     for line in listed(lines) if ranks.RANK == 0 else ():
-        print(escaped(line), file=sys.stderr)
+        warn(line)
 
 
 class Case(NamedTuple):
@@ -164,7 +158,7 @@ def sorted_cases(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     """Return the cases by id: at least one, and no id twice. Raises UserError."""
     by_id = dict[str, Case]()
     for case in cases:
-        if not is_plain(case.id) or case.id.startswith(WARNING):
+        if not is_plain(case.id):
             raise UserError(f"{where}: {case.id!r} cannot name a case; rename its files")
         refuse_long(where, case.id)
         if case.id in by_id:

@@ -2,8 +2,9 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -14,11 +15,11 @@ from unet3d.base.errors import UserError
 from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Data, Model
-from unet3d.data.cases import WARNING, Case, DatasetInfo, warn_or_raise
+from unet3d.data.cases import Case, DatasetInfo, raise_listed, warn_once
 from unet3d.data.grids import Grid
 from unet3d.data.labels import likely_ignored, misread, options_for
-from unet3d.data.nifti import in_one_line, read_image, replacement, two_places
-from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, leaks, oddities, read_grid, scan_case
+from unet3d.data.nifti import Remark, in_few_lines, oddities, read_image, replacement
+from unet3d.data.scan import CaseHeader, ImageFiles, image_digest, leaks, read_grid, remarks, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.texts import shown_names
 from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_classes
@@ -36,119 +37,73 @@ class Content(NamedTuple):
     kept: frozenset[int]
 
 
-class DatasetCheck(NamedTuple):
-    """The headers of the cases by id, a line for each problem and warning, and options that the labels need.
+@dataclass
+class DatasetCheck:
+    """The headers of the cases by id, all problems and warnings, and options that the labels need.
 
-    If there are such options, the labels are one problem among the lines.
+    If there are such options, the labels are one of the problems.
     """
 
-    headers: dict[str, CaseHeader]
-    lines: list[str]
+    headers: dict[str, CaseHeader] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     options: tuple[str, ...] = ()
+    contents: dict[str, Content] = field(default_factory=dict)  # of sound cases by id, where voxels are read
+    unknown: list[UnknownLabels] = field(default_factory=list)  # problems of label maps with other labels
 
     def sound_headers(self) -> dict[str, CaseHeader]:
         """Return the headers, and print warnings. Raises UserError that lists every problem."""
-        warn_or_raise(self.lines)
+        raise_listed(self.problems)
+        warn_once(self.warnings)
         return self.headers
 
 
-def check_cases(dataset: DatasetInfo, cases: Sequence[Case], data: Data) -> DatasetCheck:
-    """Return the headers of `cases`, and all problems of cases and split; for what the options accept, warnings.
+def check_cases(
+    dataset: DatasetInfo,
+    cases: Sequence[Case],
+    data: Data,
+    files: ImageFiles | None = None,
+    hashes: bool = False,
+    voxels: bool = False,
+) -> DatasetCheck:
+    """Return the headers of `cases`, with `hashes` if asked for, and all problems of cases and split.
 
-    Of headers: files, sizes, channels, grids, units, oddities; of voxels: damage, NaN, labels, twins.
+    Of headers: files, sizes, channels, grids, units; with `voxels` also oddities, and of these damage, NaN, labels and
+    twins.
     """
-    headers = dict[str, CaseHeader]()
-    contents = dict[str, Content]()
-    lines = [] if dataset.wrong_labels is None else [str(dataset.wrong_labels)]
-    unknown = list[UnknownLabels]()
-    places = list[str]()
-    for case in progress.track(cases, "checking cases", len(cases)):
-        files = ImageFiles(data)
-        with files.kept_open():
-            headers[case.id] = scan_case(dataset, case, files)
-            lines += headers[case.id].lines
-            if case.label is None:
-                what = "has no label map; it is neither learned from nor scored"
-                lines.append(f"{WARNING}{case.id}: {case.images[0]}: {what}")
-            for path, image in files.headers.items():
-                lines += [f"{WARNING}{case.id}: {path}: {oddity}" for oddity in oddities(image, case.affine)]
-                apart = two_places(image.header, case.affine)
-                places += [f"{WARNING}{case.id}: {path}: {apart}"] if apart else []
-            content, errors, warnings = _read_content(dataset, case, files)
-        if content is not None:
-            contents[case.id] = content
-        lines += [*map(str, errors), *warnings]
-        unknown += [error for error in errors if isinstance(error, UnknownLabels)]
-    lines += [*_warnings_of_sizes(headers), *in_one_line(places)]
-    options: tuple[str, ...] = getattr(dataset.wrong_labels, "options", ())
-    if unknown:
-        options = _with_label_map(dataset, lines, unknown, contents)
+    found = DatasetCheck()
+    if dataset.wrong_labels is not None:
+        found.problems.append(str(dataset.wrong_labels))
+        found.options = getattr(dataset.wrong_labels, "options", ())
+    files = files or ImageFiles(data)
+    doubts = list[Remark]()
+    odd = list[Remark]()
+    with files.kept_open() if voxels else nullcontext():
+        for case in progress.track(cases, "checking cases", len(cases)):
+            header = scan_case(dataset, case, files, hashes)
+            found.headers[case.id] = header
+            found.problems += header.problems
+            found.warnings += header.warnings
+            doubts += header.doubts
+            if voxels:
+                opened = {path: files.headers[path] for path in case.files if path in files.headers}
+                odd += remarks(case, opened, oddities)
+                _read_content(found, dataset, case, files)
+    found.warnings += [*in_few_lines(doubts), *in_few_lines(odd)]
+    if found.unknown:
+        _propose_label_map(found, dataset)
     if dataset.announced not in (None, len(dataset.cases)):
         what = f"numTraining is {dataset.announced}, but {len(dataset.cases)} cases are found"
-        lines.append(f"{WARNING}{dataset.name}: {what}; are files missing, or named otherwise?")
-    lines += _split_problems(dataset, data, contents)
-    return DatasetCheck(headers, lines, options)
+        found.warnings.append(f"{dataset.name}: {what}; are files missing, or named otherwise?")
+    _check_split(found, dataset, data)
+    return found
 
 
-def check_headers(
-    dataset: DatasetInfo, cases: Sequence[Case], data: Data, files: ImageFiles | None = None, hashes: bool = False
-) -> DatasetCheck:
-    """Return the headers of `cases`, with `hashes` if asked for, and all problems that they and the split show."""
-    files = files or ImageFiles(data)
-    tracked = progress.track(cases, "checking cases", len(cases))
-    headers = {case.id: scan_case(dataset, case, files, hashes) for case in tracked}
-    lines = [line for header in headers.values() for line in header.lines]
-    lines += _warnings_of_sizes(headers)
-    return DatasetCheck(headers, [*lines, *_split_problems(dataset, data, {})])
-
-
-def _warnings_of_sizes(headers: Mapping[str, CaseHeader]) -> list[str]:
-    """Return a warning for all files of the cases that state two voxel sizes, and one for those that state no place."""
-    lines = [line for header in headers.values() for line in header.sizes]
-    return [f"{WARNING}{line}" for line in in_one_line(lines)]
-
-
-def _split_problems(dataset: DatasetInfo, data: Data, contents: Mapping[str, Content]) -> Iterator[str]:
-    """Yield what is wrong with training and held-out cases: a split that cannot be made, twins, absent classes."""
-    for note in dataset.left_out:
-        yield f"{WARNING}{dataset.name}: {note}"
-    try:
-        train, val = split(dataset, data)
-    except UserError as error:
-        yield str(error)
-        return
-    if not data.semi:
-        digests = {case_id: content.digest for case_id, content in contents.items()}
-        yield from leaks(train, val, digests, ImageFiles(data))
-    for note in unused(dataset, data, train, val):
-        if not contents or "label map" not in note:  # else each such case has its line
-            yield f"{WARNING}{note}"
-    if not dataset.classes:
-        return
-    notes = [*likely_ignored(dataset.classes)]
-    if dataset.regions is not None:
-        notes += misread(dataset.classes, dataset.regions)
-    for note in notes:
-        yield f"{WARNING}{dataset.name}: {note}"
-    if not contents or any(case.id not in contents for case in (*train, *val)):
-        return
-    learned, scored = ({label for case in part for label in contents[case.id].kept} for part in (train, val))
-    stored = {label for case in train for label in contents[case.id].labels}
-    yield from absences(dataset, data, learned, scored, stored)
-    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
-    if absent:
-        yield f"{WARNING}{dataset.name}: {shown_names(absent)} in no held-out case; its score will mean nothing there"
-
-
-def _read_content(
-    dataset: DatasetInfo, case: Case, files: ImageFiles
-) -> tuple[Content | None, list[UserError], list[str]]:
-    """Return the content of a case, None where it is not sound; errors of files with a sound header; and warnings."""
-    errors = list[UserError]()
-    warnings = list[str]()
-    labels = frozenset[int]()
-    kept = frozenset[int]()
-    channels = list[bytes]()  # their digests
+def _read_content(found: DatasetCheck, dataset: DatasetInfo, case: Case, files: ImageFiles) -> None:
+    """Note the content of a case if all of it is sound; and problems of files with a sound header, and warnings."""
+    problems = list[UserError]()
+    labels = kept = frozenset[int]()
+    channels = list[np.ndarray]()
     values = LabelValues.of_files(dataset)
     if not dataset.label_count:  # no class is known, so that any label will do
         values = values._replace(classes=MAX_LABEL + 1)
@@ -158,22 +113,22 @@ def _read_content(
             with files.opened(case, path) as file:
                 if path == case.label:
                     label = read_classes(file, values)
-                    labels = kept = _occurring(label)
-                    spacing = files.options.spacing
-                    if spacing is not None:  # else all voxels stay
-                        kept = _occurring(on_network_grid(label, case, file.image, spacing, dataset.ignore))
+                    labels = _occurring(label)
+                    kept = _occurring(on_network_grid(label, case, file.image, files.options.spacing, dataset.ignore))
                     continue
-                voxels, nonfinite = read_image(file, files.replaces_nonfinite)
-            channels += map(channel_digest, voxels)
+                image, nonfinite = read_image(file, files.replaces_nonfinite)
+            channels.extend(image)
             if nonfinite:
-                warnings.append(f"{WARNING}{case.id}: {path}: {replacement(nonfinite)}")
+                found.warnings.append(f"{case.id}: {path}: {replacement(nonfinite)}")
         except UserError as error:
-            errors.append(error)
-    if errors or len(paths) < len(case.files):
-        return None, errors, warnings
+            problems.append(error)
+    found.problems += map(str, problems)
+    found.unknown += [error for error in problems if isinstance(error, UnknownLabels)]
+    if problems or len(paths) < len(case.files):
+        return
     if case.label is not None and labels <= {0, dataset.ignore}:
-        warnings.append(f"{WARNING}{case.id}: {case.label}: has no foreground")
-    return Content(image_digest(channels), labels, kept), errors, warnings
+        found.warnings.append(f"{case.id}: {case.label}: has no foreground")
+    found.contents[case.id] = Content(image_digest(channels), labels, kept)
 
 
 def _occurring(label: np.ndarray) -> frozenset[int]:
@@ -181,32 +136,60 @@ def _occurring(label: np.ndarray) -> frozenset[int]:
     return frozenset(np.flatnonzero(np.bincount(label.ravel())).tolist())
 
 
-def _with_label_map(
-    dataset: DatasetInfo, lines: list[str], unknown: Sequence[UnknownLabels], contents: Mapping[str, Content]
-) -> tuple[str, ...]:
-    """Return the options that make the labels of all files classes, () without any, and put them into `lines`.
+def _propose_label_map(found: DatasetCheck, dataset: DatasetInfo) -> None:
+    """Put the options that make the labels of all files classes into `found`, if there are any.
 
     What was one line for each of several files is one for all.
     """
-    labels = {label for error in unknown for label in error.labels}
-    known = {label for content in contents.values() for label in content.labels} - {0, dataset.ignore}
+    labels = {label for error in found.unknown for label in error.labels}
+    known = {label for content in found.contents.values() for label in content.labels} - {0, dataset.ignore}
     if dataset.relabel is not None:  # which `known` have gone through
         known = {old for old, new in dataset.relabel.items() if new in known}
     labels |= known if labels else set()
     names = dataset.classes if dataset.regions is None else ()
-    options = options_for(labels, dataset.label_count, dataset.relabel, names)
-    if not options:
-        return ()
-    remedy = f"add {shlex.join(options)}"
-    first = unknown[0].alone
+    found.options = options_for(labels, dataset.label_count, dataset.relabel, names)
+    if not found.options:
+        return
+    remedy = f"add {shlex.join(found.options)}"
+    first = found.unknown[0].alone
     line = f"{first}; correct the file, or {remedy}"
-    if len(unknown) > 1:
-        held = f"the label maps of {len(unknown)} cases hold {shown_names(sorted({0, *labels}))}"
+    if len(found.unknown) > 1:
+        held = f"the label maps of {len(found.unknown)} cases hold {shown_names(sorted({0, *labels}))}"
         line = f"{dataset.name}: {held}: {remedy} (the first: {first})"
-    lines[lines.index(str(unknown[0]))] = line
-    for error in unknown[1:]:
-        lines.remove(str(error))
-    return options
+    lines = [str(error) for error in found.unknown]
+    place = found.problems.index(lines[0])
+    found.problems = [problem for problem in found.problems if problem not in lines]
+    found.problems.insert(place, line)
+
+
+def _check_split(found: DatasetCheck, dataset: DatasetInfo, data: Data) -> None:
+    """Note what is wrong with training and held-out cases: a split that cannot be made, twins, absent classes."""
+    found.warnings += [f"{dataset.name}: {note}" for note in dataset.left_out]
+    contents = found.contents
+    try:
+        train, val = split(dataset, data)
+        if not data.semi:
+            digests = {case_id: content.digest for case_id, content in contents.items()}
+            found.problems += leaks(train, val, digests, ImageFiles(data))
+        found.warnings += unused(dataset, data, train, val)
+        if not dataset.classes:
+            return
+        notes = [*likely_ignored(dataset.classes)]
+        if dataset.regions is not None:
+            notes += misread(dataset.classes, dataset.regions)
+        found.warnings += [f"{dataset.name}: {note}" for note in notes]
+        if any(case.id not in contents for case in (*train, *val)):
+            return
+        learned, scored = ({label for case in part for label in contents[case.id].kept} for part in (train, val))
+        stored = {label for case in train for label in contents[case.id].labels}
+        found.warnings += absences(dataset, data, learned, scored, stored)
+    except UserError as error:
+        found.problems.append(str(error))
+        return
+    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
+    if absent:
+        what = f"{shown_names(absent)} in no held-out case; its score will mean nothing there"
+        found.warnings.append(f"{dataset.name}: {what}")
 
 
 def _class_words(dataset: DatasetInfo) -> list[str]:

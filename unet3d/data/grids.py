@@ -14,12 +14,10 @@ from nibabel.orientations import inv_ornt_aff
 from unet3d.base.errors import UserError
 from unet3d.base.types import THRESHOLD
 from unet3d.data.cases import Case
-from unet3d.data.nifti import FORMS, MAX_VOXELS, affine_if_sound, channels, problem
+from unet3d.data.nifti import FORMS, MAX_VOXELS, affine_fault, affines_of, channels, form_taken, problem
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
-MM = (0, 2)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
-UNITS = {1: "meter", 3: "micron"}
 MAX_GROWTH = 32  # times the stored voxels that a resampled grid may hold: work stays in proportion to the file
 SHARE_DIGITS = 4  # to which the shares of labels are rounded, so that ties are exact
 CUBIC = 3  # splines of images: linear ones blur, by how much depends on where the new voxels lie
@@ -113,23 +111,14 @@ def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image) -> str:
     if image.shape[:3] != size:
         return f"has {image.shape[:3]} voxels, not the {size} of {path}; resample it onto the image's grid"
     what = f"lies up to {distance:.3g} voxels away from {path}"
-    remedy = "resample it onto the image's grid"
+    by_form = [affines_of(one.header) for one in (first, image)]
     for form in FORMS:
-        affine, other = (affine_if_sound(one.header, form) for one in (first, image))
-        if affine is not None and other is not None and Grid(size, affine).distance(Grid(size, other)) <= SAME_GRID:
-            return f"{what}, but by their {form} both have one grid: add data.affine={form}, or {remedy}"
-    return f"{what}; {remedy}"
-
-
-def foreign_units(case: Case, headers: Headers) -> Iterator[UserError]:
-    """Yield a line for the first file of the case whose lengths are not in mm, if there is one."""
-    for path, image in headers.items():
-        code = int(image.header["xyzt_units"]) % 8
-        if code not in MM:
-            unit = UNITS.get(code, f"a unit of code {code}")
-            what = f"lengths are in {unit}; they are taken for mm, in data.spacing and in distances"
-            yield problem(case.id, path, what)
-            return
+        affine, other = (affines[form_taken(affines, form)] for affines in by_form)
+        are_sound = not affine_fault(affine) and not affine_fault(other)
+        if are_sound and Grid(size, affine).distance(Grid(size, other)) <= SAME_GRID:
+            both = f"but by their {form} both have one grid: add data.affine={form}"
+            return f"{what}, {both}, or resample it onto the image's grid"
+    return f"{what}; resample it onto the image's grid"
 
 
 def resample(array: np.ndarray, source: Grid, target: Grid, order: int) -> np.ndarray:

@@ -9,7 +9,8 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import product
 from math import prod
@@ -19,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 import nibabel as nib
 import numpy as np
 from nibabel import imageglobals
-from nibabel.affines import apply_affine
+from nibabel.affines import apply_affine, voxel_sizes
 from nibabel.arrayproxy import ArrayProxy
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
@@ -37,13 +38,17 @@ GREYS = 256  # steps that float32 must leave in an image's range
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
 # By the header's own length, which also gives the byte order: class, place of the magic, magic.
 FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
-FORMS = ("sform", "qform", "pixdim")  # the first that a header has counts, as in nibabel
-GUESS = "which side is left is a guess"
+FORMS = ("sform", "qform", "pixdim")  # of an affine: the first that a header has counts, as in nibabel
 DECIDES = "data.affine=sform, qform or pixdim decides"
+MM = (0, 2)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
+UNITS = {1: "meter", 3: "micron"}
+SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 SMALLEST = 1e-7  # mm, below a nanometre: squares of less vanish
 LARGEST = 1e7  # mm, above a kilometre: squares of more overflow
 SAME_PLACE = 0.01  # mm: largest difference between sform and qform that counts as none
 SAME_SIZE = 0.01  # relative difference of voxel sizes that is rounding
+Affines = Mapping[str, np.ndarray]  # by form
+Remark = tuple[str, str]  # what is odd, and what counts or helps
 
 
 @contextmanager
@@ -171,9 +176,10 @@ def read_header(case_id: str, path: Path, stream: BinaryIO, form: str = "auto") 
         raise problem(case_id, path, f"not readable as NIfTI ({error}); replace the file") from error
     if is_compressed(path.name):
         held_bytes *= MAX_DEFLATE
-    for fault in (*_voxel_faults(voxels, held_bytes), *form_faults(header, form, zooms)):
+    affines = affines_of(header)
+    for fault in (*_voxel_faults(voxels, held_bytes), *_place_faults(affines, form, zooms)):
         raise problem(case_id, path, fault)
-    image = kind(voxels, affine_of(header, form), header)
+    image = kind(voxels, affines[form_taken(affines, form)], header)
     image.header.structarr[...] = header.structarr  # nibabel has written an affine that is not its first over others
     return image
 
@@ -294,49 +300,33 @@ def replacement(count: int) -> str:
     return f"{count} voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
 
 
-def form_taken(header: nib.Nifti1Header, form: str) -> str:
-    """Return which of FORMS an affine is read by: the one that is asked for, if the header has it, else the first."""
-    has = {"sform": header["sform_code"] > 0, "qform": header["qform_code"] > 0, "pixdim": True}
-    return next(name for name in (form, *FORMS) if has.get(name))
+def affines_of(header: nib.Nifti1Header) -> Affines:
+    """Return the affine (4, 4), to mm, by each of FORMS that a header has; NaN for a qform that is no rotation.
 
-
-def affine_of(header: nib.Nifti1Header, form: str) -> np.ndarray:
-    """Return the affine (4, 4), to mm, that a header states in this form, or the first that it has.
-
-    pixdim states lengths alone: axes then run as the sform, or the qform, says. Raises ValueError, HeaderDataError for
-    a qform that is no rotation.
+    pixdim states lengths alone: axes then run as the sform, or the qform, says.
     """
-    taken = form_taken(header, form)
-    if taken == "qform":
-        qform: np.ndarray = header.get_qform()
-        return qform
-    affine: np.ndarray = header.get_best_affine()
-    if taken == "pixdim":
-        with np.errstate(all="ignore"):  # an axis of no length is refused later
-            affine[:3, :3] *= header["pixdim"][1:4] / np.linalg.norm(affine[:3, :3], axis=0)
-    return affine
+    affines = dict[str, np.ndarray]()
+    if header["sform_code"] > 0:
+        affines["sform"] = header.get_sform()
+    if header["qform_code"] > 0:
+        affines["qform"] = np.full((4, 4), np.nan)
+        with suppress(ValueError, HeaderDataError):
+            affines["qform"] = header.get_qform()
+    lengths = next(iter(affines.values()), header.get_base_affine()).copy()
+    with np.errstate(all="ignore"):  # an axis of no length is refused later
+        lengths[:3, :3] *= header["pixdim"][1:4] / np.linalg.norm(lengths[:3, :3], axis=0)
+    return affines | {"pixdim": lengths}
 
 
-def form_faults(header: nib.Nifti1Header, form: str, zooms: np.ndarray) -> Iterator[str]:
-    """Yield what is wrong with the affine of a form, and with the voxel sizes (mm) that the header states."""
-    if not np.isfinite(zooms).all() or not zooms.all():
-        yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
-    fault = _affine_fault(header, form)
-    if fault:
-        taken = form_taken(header, form)
-        wrong = form_taken(header, "auto") if taken == "pixdim" else taken  # which says how axes run
-        others = [name for name in FORMS if name != taken and form_taken(header, name) == name]
-        sound = [name for name in others if not _affine_fault(header, name)]
-        remedy = f", or take data.affine={sound[0]}" if sound else ""
-        yield f"{fault}; correct its {wrong}{remedy}"
+def form_taken(affines: Affines, form: str) -> str:
+    """Return the form that an affine is read by: the one that is asked for, if the header has it, else the first."""
+    return form if form in affines else next(iter(affines))
 
 
-def _affine_fault(header: nib.Nifti1Header, form: str) -> str:
-    """Return why the affine of a form maps no volume; "" where it does."""
-    try:
-        affine = affine_of(header, form)
-    except (ValueError, HeaderDataError) as error:
-        return f"has a qform that is no rotation ({error})"
+def affine_fault(affine: np.ndarray) -> str:
+    """Return why an affine maps no volume; "" where it does."""
+    if np.isnan(affine).all():
+        return "has a qform that is no rotation"
     with np.errstate(all="ignore"):  # an overflow is refused below
         sizes = np.linalg.norm(affine[:3, :3], axis=0)
         is_regular = abs(np.linalg.det(affine[:3, :3])) > 1e-6 * sizes.prod()
@@ -347,59 +337,72 @@ def _affine_fault(header: nib.Nifti1Header, form: str) -> str:
     return ""
 
 
-def affine_if_sound(header: nib.Nifti1Header, form: str) -> np.ndarray | None:
-    """Return the affine of a form; None where it maps no volume."""
-    return None if _affine_fault(header, form) else affine_of(header, form)
+def _place_faults(affines: Affines, form: str, zooms: np.ndarray) -> Iterator[str]:
+    """Yield what is wrong with the affine of a form, and with the voxel sizes (mm) that the header states."""
+    if not np.isfinite(zooms).all() or not zooms.all():
+        yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
+    taken = form_taken(affines, form)
+    fault = affine_fault(affines[taken])
+    if fault:
+        wrong = next(iter(affines)) if taken == "pixdim" else taken  # which says how axes run
+        sound = [name for name, affine in affines.items() if not affine_fault(affine)]
+        remedy = f", or take data.affine={sound[0]}" if sound else ""
+        yield f"{fault}; correct its {wrong}{remedy}"
 
 
-def two_sizes(header: nib.Nifti1Header, form: str) -> str:
-    """Return the voxel sizes of a header that states two, and which counts, or that it places no voxel.
-
-    "" for one, or where `form` is chosen. A qform has the voxel sizes of pixdim, so that only a sform can differ.
-    """
-    taken = form_taken(header, form)
+def doubts(image: nib.Nifti1Image, form: str) -> Iterator[Remark]:
+    """Yield that a header states two voxel sizes, no place or another unit than mm, and what counts."""
+    header = image.header
+    affines = affines_of(header)
+    taken = form_taken(affines, form)
     if form == "auto" and taken == "pixdim":
-        return f"has neither sform nor qform: {GUESS}"
-    if header["sform_code"] <= 0 or taken == form:
-        return ""
-    by_sform = np.linalg.norm(header.get_sform()[:3, :3], axis=0)
-    by_pixdim = header["pixdim"][1:4]
-    if np.allclose(by_sform, by_pixdim, rtol=SAME_SIZE, atol=0):
-        return ""
-    other = "qform and pixdim" if header["qform_code"] > 0 else "pixdim"
-    has = "has" if form == "auto" else f"has no {form}, but"
-    what = f"{has} voxels of {_lengths(by_sform)} mm by its sform, of {_lengths(by_pixdim)} mm by its {other}"
-    return f"{what}; the {taken} is taken"
+        yield "has neither sform nor qform: which side is left is a guess", "set one"
+    elif taken != form and _states_two_sizes(affines):
+        sizes = {name: " x ".join(f"{size:.5g}" for size in voxel_sizes(affine)) for name, affine in affines.items()}
+        has = "has" if form == "auto" else f"has no {form}, but"
+        others = " and ".join(list(affines)[1:])
+        what = f"{has} voxels of {sizes['sform']} mm by its sform, of {sizes['pixdim']} mm by its {others}"
+        yield f"{what}; the {taken} is taken", DECIDES
+    code = int(header["xyzt_units"]) % 8
+    if code not in MM:
+        unit = UNITS.get(code, f"a unit of code {code}")
+        yield f"lengths are in {unit}", "they are taken for mm, in data.spacing and in distances"
 
 
-def two_places(header: nib.Nifti1Header, form: str) -> str:
-    """Return how sform and qform place voxels of one size apart, and which counts; "" where they, or `form`, agree."""
-    taken = form_taken(header, form)
-    if header["sform_code"] <= 0 or header["qform_code"] <= 0 or taken == form or _affine_fault(header, "qform"):
-        return ""
-    affines = affine_of(header, "sform"), affine_of(header, "qform")
-    if two_sizes(header, form) or np.allclose(*affines, rtol=1e-5, atol=SAME_PLACE):
-        return ""
-    corners = np.array(list(product(*((0, length - 1) for length in header.get_data_shape()[:3]))))
-    distances = np.linalg.norm(apply_affine(affines[0], corners) - apply_affine(affines[1], corners), axis=1)
-    axes = ["".join(nib.aff2axcodes(affine)) for affine in affines]
-    turned = "" if axes[0] == axes[1] else f", with the axes {axes[0]} and {axes[1]}"
-    what = f"sform and qform place voxels up to {distances.max():.3g} mm apart{turned}"
-    return f"{what}; the {taken} is taken"
+def _states_two_sizes(affines: Affines) -> bool:
+    """Return whether voxels have two sizes. A qform has those of pixdim, so that only a sform can differ."""
+    sizes = [voxel_sizes(affines[form]) for form in ("sform", "pixdim") if form in affines]
+    return not np.allclose(sizes[0], sizes[-1], rtol=SAME_SIZE, atol=0)
 
 
-def in_one_line(lines: Sequence[str], remedy: str = DECIDES) -> list[str]:
-    """Return a line for all files that state where their voxels lie twice, and one for those that do not state it."""
-    guesses = [line for line in lines if line.endswith(GUESS)]
-    others = [line for line in lines if not line.endswith(GUESS)]
-    result = []
-    for some, remedy_of in ((guesses, "set one"), (others, remedy)):
-        if some:
-            count = f" ({len(some):,} such files)" if len(some) > 1 else ""
-            result.append(f"{some[0]}{count}; {remedy_of}")
-    return result
+def oddities(image: nib.Nifti1Image, form: str) -> Iterator[Remark]:
+    """Yield what may be right in a header but often is not, and what counts."""
+    axes = image.affine[:3, :3] / voxel_sizes(image.affine)
+    if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
+        yield "its grid is sheared", "it is used as if its axes were at right angles"
+    affines = affines_of(image.header)
+    taken = form_taken(affines, form)
+    if "qform" not in affines or taken == form:
+        return
+    first, other = affines[taken], affines["qform"]
+    if affine_fault(other):
+        yield "its qform is no rotation", f"the {taken} is taken"
+    elif not _states_two_sizes(affines) and not np.allclose(first, other, rtol=1e-5, atol=SAME_PLACE):
+        corners = np.array(list(product(*((0, length - 1) for length in image.shape[:3]))))
+        distances = np.linalg.norm(apply_affine(first, corners) - apply_affine(other, corners), axis=1)
+        codes = ["".join(nib.aff2axcodes(affine)) for affine in (first, other)]
+        turned = "" if codes[0] == codes[1] else f", with the axes {codes[0]} and {codes[1]}"
+        what = f"sform and qform place voxels up to {distances.max():.3g} mm apart{turned}"
+        yield f"{what}; the {taken} is taken", DECIDES
 
 
-def _lengths(sizes: Sequence[float]) -> str:
-    """Return `1.3158 x 1.3158 x 10`."""
-    return " x ".join(f"{size:.5g}" for size in sizes)
+def in_few_lines(remarks: Iterable[Remark]) -> list[str]:
+    """Return a line for all remarks of one kind, which have one remedy: the first, and how many there are."""
+    by_remedy = defaultdict[str, list[str]](list)
+    for words, remedy in remarks:
+        by_remedy[remedy].append(words)
+    lines = list[str]()
+    for remedy, found in by_remedy.items():
+        count = f" ({len(found):,} such files)" if len(found) > 1 else ""
+        lines.append(f"{found[0]}{count}; {remedy}")
+    return lines

@@ -14,8 +14,8 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
 from unet3d.data import cache
-from unet3d.data.cases import WARNING, Case, DatasetInfo, raise_listed, read_dataset, warn_or_raise
-from unet3d.data.check import check_headers
+from unet3d.data.cases import Case, DatasetInfo, raise_listed, read_dataset, warn_once
+from unet3d.data.check import check_cases
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import Seen, intensity_rules, kinds_of, normalise, sampled
 from unet3d.data.nifti import problem
@@ -66,7 +66,7 @@ def prepare_data(options: Data) -> PreparedData:
     if options.cache == "disk":
         disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
     with files.kept_open():
-        headers = ranks.on_rank0(lambda: check_headers(dataset, cases, options, files, hashes=True).sound_headers())
+        headers = ranks.on_rank0(lambda: check_cases(dataset, cases, options, files, hashes=True).sound_headers())
         in_memory: dict[str, PreparedCase] | None = {} if keeps else None
         reader = CaseReader(dataset, options.spacing, cache=in_memory, disk=disk, headers=headers, files=files)
         _load(reader, options, train, val)
@@ -91,13 +91,13 @@ def _refuse_nothing_to_learn(data: PreparedData, options: Data) -> None:
     """
     learned = _labels(data.train, data.read_train)
     scored = _labels(data.val, data.read_val)
-    lines = list(absences(data.dataset, options, learned, scored))
-    if not scored and all(line.startswith(WARNING) for line in lines):
+    lines = absences(data.dataset, options, learned, scored)
+    if not scored:
         is_ignored = all(bool((data.read_val(case).label == IGNORE).all()) for case in data.val)
         problem = "every held-out voxel is ignored" if is_ignored else "no foreground in any held-out case"
         effect = "there will be no score, and no best.pt; use last.pt" if is_ignored else "scores are 0, or n/a"
-        lines.append(f"{WARNING}{data.dataset.name}: {problem}: {effect}, or hold out others (data.split, data.fold)")
-    warn_or_raise(lines)
+        lines.append(f"{data.dataset.name}: {problem}: {effect}, or hold out others (data.split, data.fold)")
+    warn_once(lines)
 
 
 def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
@@ -191,7 +191,7 @@ def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
         raise UserError(f"{cases[0].id}: its image has one value, as those of all {len(cases)} training cases have")
     for name, ids in flat.items():
         what = f"channel {name} has one value in {len(ids)} of {len(cases)} training cases ({shown_names(ids)})"
-        warn_or_raise([f"{WARNING}{what}: nothing can be learned from it there"])
+        warn_once([f"{what}: nothing can be learned from it there"])
     stored = [reader.headers[case.id].stored for case in train]
     reader.seen = Seen.of([grid for grid in stored if grid is not None], samples, reader.intensity)
 

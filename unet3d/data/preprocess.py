@@ -17,12 +17,13 @@ from unet3d.base import progress
 from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
-from unet3d.data.cache import CASE, LABELS, Arrays, DiskCache, fit_case, fit_labels, key_of, label_arrays, labels_of
+from unet3d.data.cache import Arrays, DiskCache, Shapes, key_of
 from unet3d.data.cases import Case, DatasetInfo, raise_listed
+from unet3d.data.grids import Grid
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise
 from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
-from unet3d.data.scan import CaseHeader, ImageFiles, channel_digest, image_digest, sampled_hashes
+from unet3d.data.scan import DIGEST, CaseHeader, ImageFiles, have_changed, image_digest
 from unet3d.data.volume import LabelValues, Volume, messages, read_volume
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class CaseReader:
     spacing: list[float] | None
     intensity: tuple[Intensity, ...] = ()
     cache: dict[str, PreparedCase] | None = field(default_factory=dict, repr=False)
-    warned_cases: set[str] = field(default_factory=set, repr=False)  # of voxels that were not finite
+    replaced: dict[str, int] = field(default_factory=dict, repr=False)  # by case id, voxels that were not finite
     disk: DiskCache | None = None
     headers: Mapping[str, CaseHeader] = field(default_factory=dict, repr=False)  # by case id, for `disk` with hashes
     files: ImageFiles = field(default_factory=ImageFiles, repr=False)
@@ -52,7 +53,7 @@ class CaseReader:
         Labels are classes already, and with data.nonfinite=zero NaN and infinite voxels are 0.
         """
         volume = read_volume(case, LabelValues.of_files(self.dataset), self.spacing, self.files)
-        self._warn(case, volume.nonfinite_voxels)
+        self._note(case, volume.nonfinite_voxels)
         return volume
 
     def as_case(self, volume: Volume) -> PreparedCase:
@@ -62,19 +63,17 @@ class CaseReader:
 
     def digest(self, case: Case) -> bytes:
         """Return the digest of the prepared image, by which twins are found."""
-        return _digest(self(case)) if self.disk is None else self._arrays(case)["digest"].tobytes()
+        return image_digest(self(case).image.numpy()) if self.disk is None else self._arrays(case)["digest"].tobytes()
 
     def foreground(self, case: Case) -> np.ndarray:
         """Return foreground voxels (C, n) of a case, not normalised; from `disk` where there is one."""
-
-        def make() -> Arrays:
-            return {"voxels": self.foreground_of(self.read_volume(case))}
-
         if self.disk is None:
-            return make()["voxels"]
-        channels = len(self.dataset.channels)
+            return self.foreground_of(self.read_volume(case))
+        shapes: Shapes = {"voxels": (len(self.dataset.channels), None)}
         key = self.key(case, "foreground")
-        return self._on_disk(case, key, ("voxels",), make, lambda found: len(found["voxels"]) == channels)["voxels"]
+        return self._on_disk(case, key, shapes, lambda: {"voxels": self.foreground_of(self.read_volume(case))})[
+            "voxels"
+        ]
 
     def foreground_of(self, volume: Volume) -> np.ndarray:
         """Return foreground voxels (C, n) of a volume."""
@@ -91,10 +90,11 @@ class CaseReader:
         accepted = (self.files.replaces_nonfinite, self.files.accepts_apart)
         return key_of(hashes, labels, self.spacing, accepted, case.affine, [*map(asdict, self.intensity)], about)
 
-    def _warn(self, case: Case, nonfinite_voxels: int) -> None:
-        if nonfinite_voxels and case.id not in self.warned_cases:
-            self.warned_cases.add(case.id)
+    def _note(self, case: Case, nonfinite_voxels: int) -> None:
+        """Print a warning about a case's voxels that were not finite, once."""
+        if nonfinite_voxels and case.id not in self.replaced:
             print(f"warning: {case.id}: {replacement(nonfinite_voxels)}", file=sys.stderr)
+        self.replaced[case.id] = nonfinite_voxels
 
     def _prepare(self, case: Case) -> PreparedCase:
         volume = self.read_volume(case)
@@ -104,47 +104,62 @@ class CaseReader:
     def _map(self, case: Case) -> PreparedCase:
         """Return the case with an image and a label map that are read from `disk` where they are used."""
         arrays = self._arrays(case)
-        self._warn(case, int(arrays["replaced"]))
+        self._note(case, int(arrays["replaced"]))
         label, voxels = labels_of(arrays)
-        x, y, z = arrays["spacing"].tolist()
-        return PreparedCase(case.id, torch.from_dlpack(arrays["image"]), label, (x, y, z), voxels)
+        return PreparedCase(case.id, torch.from_dlpack(arrays["image"]), label, self._grid(case).spacing, voxels)
+
+    def _grid(self, case: Case) -> Grid:
+        """Return the grid that the network sees, by the case's header."""
+        grid = self.headers[case.id].target
+        assert grid is not None, case.id
+        return grid
 
     def _arrays(self, case: Case) -> Arrays:
         """Return the prepared case as arrays on disk. Raises UserError."""
 
         def make() -> Arrays:
-            volume = self.read_volume(case)
-            normalise(volume.image, self.intensity)
-            prepared = self.as_case(volume)
-            return {
-                "image": volume.image,
-                **label_arrays(prepared),
-                "spacing": np.array(volume.grid.spacing),
-                "replaced": np.array(volume.nonfinite_voxels),
-                "digest": np.frombuffer(_digest(prepared), np.uint8),
+            prepared = self._prepare(case)
+            image = prepared.image.numpy()
+            more = {
+                "replaced": np.array(self.replaced[case.id]),
+                "digest": np.frombuffer(image_digest(image), np.uint8),
             }
+            return {"image": image, **label_arrays(prepared), **more}
 
-        channels = len(self.dataset.channels)
-        return self._on_disk(case, self.key(case), CASE, make, lambda arrays: fit_case(arrays, channels))
+        shape = self._grid(case).shape
+        image = (len(self.dataset.channels), *shape)
+        shapes: Shapes = {"image": image, **label_shapes(shape), "replaced": (), "digest": (DIGEST,)}
+        return self._on_disk(case, self.key(case), shapes, make)
 
-    def _on_disk(
-        self, case: Case, key: str, names: tuple[str, ...], make: Callable[[], Arrays], fits: Callable[[Arrays], bool]
-    ) -> dict[str, np.ndarray]:
+    def _on_disk(self, case: Case, key: str, shapes: Shapes, make: Callable[[], Arrays]) -> Arrays:
         """Return what `disk` holds of a case, or what `make` makes of its files, if they stay. Raises UserError."""
         assert self.disk is not None
 
         def made() -> Arrays:
             arrays = make()
-            now, before = sampled_hashes(case), self.headers[case.id].hashes
-            if any(now[kind][of] != before[kind][of] for kind in now for of in ("sample", "times")):
+            if have_changed(case, self.headers[case.id].hashes):
                 raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
             return arrays
 
-        return self.disk.read(key, names, made, fits)
+        return self.disk.read(key, shapes, made)
 
 
-def _digest(case: PreparedCase) -> bytes:
-    return image_digest(map(channel_digest, case.image.numpy()))
+def label_shapes(shape: tuple[int, ...]) -> Shapes:
+    """Return the shapes of `label_arrays` of a case of this shape."""
+    return {"label": shape, "centres": (None, 4)}
+
+
+def label_arrays(case: PreparedCase) -> Arrays:
+    """Return a label map, and the voxels of its classes in one array."""
+    numbered = [np.insert(voxels, 0, number, axis=1) for number, voxels in enumerate(case.foreground)]
+    return {"label": case.label.numpy(), "centres": np.concatenate([np.empty((0, 4), np.int32), *numbered])}
+
+
+def labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:
+    """Return the label map and the voxels of its classes, from `label_arrays`."""
+    numbers, voxels = np.split(arrays["centres"], [1], axis=1)
+    groups = np.split(voxels, np.flatnonzero(np.diff(numbers[:, 0])) + 1)
+    return torch.from_dlpack(arrays["label"]), tuple(groups) if len(voxels) else ()
 
 
 def usable(
@@ -185,12 +200,8 @@ class SparseReader:
             return self._masked(dense)
         options = self.options
         slices = (options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored)
-        arrays = disk.read(
-            self.read.key(case, *slices),
-            LABELS,
-            lambda: label_arrays(self._masked(dense)),
-            lambda found: fit_labels(found, tuple(dense.label.shape)),
-        )
+        shapes = label_shapes(tuple(dense.label.shape))
+        arrays = disk.read(self.read.key(case, *slices), shapes, lambda: label_arrays(self._masked(dense)))
         label, voxels = labels_of(arrays)
         return replace(dense, label=label, foreground=voxels)
 

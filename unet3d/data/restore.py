@@ -26,7 +26,9 @@ from unet3d.data.grids import Grid, canonical_grid, drawn, likeliest, target_gri
 from unet3d.data.nifti import (
     LARGEST,
     SMALLEST,
-    affine_if_sound,
+    affine_fault,
+    affines_of,
+    form_taken,
     is_compressed,
     open_image,
     problem,
@@ -395,8 +397,10 @@ def returned(image: ImageLike, voxels: np.ndarray, case: Case) -> np.ndarray | n
     source = open_image(case.id, case.images[0], case.affine)
     made = image_like(voxels if voxels.ndim == 3 else np.moveaxis(voxels, 0, -1), source)
     # Its header's affine may be rounded otherwise. Of a named form, the header keeps what the file's says.
-    kept = None if case.affine == "auto" else affine_if_sound(source.header, "auto")
-    return type(made)(made.dataobj, source.affine if kept is None else kept, made.header)
+    affines = affines_of(source.header)
+    first = affines[form_taken(affines, "auto")]
+    affine = source.affine if case.affine == "auto" or affine_fault(first) else first
+    return type(made)(made.dataobj, affine, made.header)
 
 
 class Probabilities:

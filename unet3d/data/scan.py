@@ -8,7 +8,7 @@ import hashlib
 import os
 import resource
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice, permutations, product
 from pathlib import Path
@@ -16,25 +16,26 @@ from typing import IO, Any, BinaryIO, NamedTuple
 
 import nibabel as nib
 import numpy as np
-from nibabel.affines import voxel_sizes
 
 from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import WARNING, Case, DatasetInfo, raise_listed
-from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, foreign_units, target_grid
-from unet3d.data.nifti import OpenFile, affine_if_sound, form_taken, problem, two_sizes
+from unet3d.data.cases import Case, DatasetInfo, raise_listed
+from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, target_grid
+from unet3d.data.nifti import OpenFile, Remark, problem
 from unet3d.data.texts import shown_names
 
 MAX_LINES_OF_CASE = 10  # about the files of one case
-SHEAR = 1e-3  # cosine of the angle between two axes that still counts as a right one
 MAX_KEPT_OPEN = 256  # files between their scan and the reading of their voxels; others are opened again
 SHARE_OF_LIMIT = 4  # and at most a quarter of the files that the process may have open
 BLOCK = 2**12  # bytes of a block that is sampled
 BLOCKS = 16  # blocks that are sampled of a file: all of its bytes up to 64 KiB
-Hashes = dict[str, Any]  # `sample`, `full` or None, and `times`
+DIGEST = hashlib.blake2b().digest_size  # bytes of the digest of an image
+# Of some files: `sample`, hashes of a part of their bytes; `full`, of all, if asked for; and `times` (ns since 1970) of
+# those that their sample does not settle.
+Hashes = dict[str, list[Any]]
 Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order
 
 
@@ -99,50 +100,42 @@ def sampled_blocks(stream: IO[bytes], size: int, start: int = 0) -> Iterator[byt
         yield stream.read(BLOCK)
 
 
-class FileHasher:
-    """Hashes several open files as if they were one: a sample of their bytes and, if `full`, all of them."""
-
-    def __init__(self, full: bool) -> None:
-        self._sample = hashlib.sha256()
-        self._whole = hashlib.sha256() if full else None
-        self._times = list[int]()
-
-    def add(self, stream: BinaryIO, name: str) -> None:
-        """Take in the next file, open at any place, of this name. Raises OSError."""
-        status = os.fstat(stream.fileno())
-        size = status.st_size
-        self._sample.update(b"%d" % size)
-        for block in sampled_blocks(stream, size):
-            self._sample.update(block)
-        if self._whole is not None:
-            stream.seek(0)
-            self._whole.update(hashlib.file_digest(stream, "sha256").digest())  # type: ignore[arg-type]
-        # A gzip file ends with the checksum of its whole content, so its last block settles it.
-        if size > BLOCK * BLOCKS and not nifti.is_compressed(name):
-            self._times.append(status.st_mtime_ns)
-
-    def hashes(self) -> Hashes:
-        """Return `sample`, `full` or None, and `times` (ns since 1970) of files that their sample does not settle."""
-        whole = None if self._whole is None else self._whole.hexdigest()
-        return {"sample": self._sample.hexdigest(), "full": whole, "times": self._times}
+def hashes_of(stream: BinaryIO, name: str, full: bool) -> Hashes:
+    """Return the hashes of a file, open at any place, of this name. Raises OSError."""
+    status = os.fstat(stream.fileno())
+    size = status.st_size
+    sample = hashlib.sha256(b"%d" % size)
+    for block in sampled_blocks(stream, size):
+        sample.update(block)
+    stream.seek(0)
+    whole = [hashlib.file_digest(stream, "sha256").hexdigest()] if full else []  # type: ignore[arg-type]
+    # A gzip file ends with the checksum of its whole content, so its last block settles it.
+    is_settled = size <= BLOCK * BLOCKS or nifti.is_compressed(name)
+    return {"sample": [sample.hexdigest()], "full": whole, "times": [] if is_settled else [status.st_mtime_ns]}
 
 
-def file_hashes(paths: Sequence[Path], full: bool) -> Hashes:
-    """Return the hashes of several files as if they were one. Raises OSError, and ValueError for what is no file."""
-    hasher = FileHasher(full)
+def joined(hashes: Sequence[Hashes]) -> Hashes:
+    """Return the hashes of several files."""
+    return {kind: [one for of_file in hashes for one in of_file[kind]] for kind in ("sample", "full", "times")}
+
+
+def file_hashes(paths: Sequence[Path]) -> Hashes:
+    """Return the hashes of samples of several files. Raises OSError, and ValueError for what is no file."""
+    hashes = list[Hashes]()
     for path in paths:
         with open_regular(path) as stream:
-            hasher.add(stream, path.name)
-    return hasher.hashes()
+            hashes.append(hashes_of(stream, path.name, full=False))
+    return joined(hashes)
 
 
-def sampled_hashes(case: Case) -> dict[str, Hashes]:
-    """Return the hashes of samples of the case's images, and of its label map. Raises UserError."""
-    labels = () if case.label is None else (case.label,)
+def have_changed(case: Case, before: Mapping[str, Hashes]) -> bool:
+    """Return whether the files of a case are others than those with these hashes. Raises UserError."""
     try:
-        return {"images": file_hashes(case.images, full=False), "labels": file_hashes(labels, full=False)}
+        now = file_hashes(case.files)
     except (OSError, ValueError) as error:
-        raise nifti.problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
+        raise problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
+    then = joined([*before.values()])
+    return any(now[kind] != then[kind] for kind in ("sample", "times"))
 
 
 class CaseHeader(NamedTuple):
@@ -152,8 +145,9 @@ class CaseHeader(NamedTuple):
     target: Grid | None  # that the network sees
     orientation: str  # of the first image's axes, such as LPS; "" where it cannot be read
     channels: int  # of all images that could be read
-    lines: tuple[str, ...]  # what is wrong, and warnings of what the options accept
-    sizes: tuple[str, ...]  # of files that state two voxel sizes, or no place
+    problems: list[str]
+    warnings: list[str]  # of what the options accept
+    doubts: list[Remark]  # about its files
     hashes: dict[str, Hashes]  # of "images" and "labels", if asked for and all could be read
 
     @property
@@ -164,59 +158,46 @@ class CaseHeader(NamedTuple):
 
 def scan_case(dataset: DatasetInfo, case: Case, files: ImageFiles, hashes: bool = False) -> CaseHeader:
     """Return what the headers of a case's files say, with `hashes` as data.fingerprint has them."""
-    hashers = {kind: FileHasher(files.options.fingerprint == "full") for kind in ("images", "labels")}
+    found: dict[str, list[Hashes]] = {"images": [], "labels": []}
     headers = dict[Path, nib.Nifti1Image]()
     problems = list[str]()
     target = None
     for path in case.files:
-        kind = "labels" if path == case.label else "images"
         try:
             with files.opened(case, path, keep=True) as file:
                 headers[path] = file.image
                 if hashes:
-                    hashers[kind].add(file.stream, path.name)
+                    one = hashes_of(file.stream, path.name, files.options.fingerprint == "full")
+                    found["labels" if path == case.label else "images"].append(one)
             if path == case.images[0]:
                 target = target_grid(case, headers[path], files.options.spacing)
         except UserError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(str(problem(case.id, path, f"cannot be read ({error})")))
-    accepted = list[str]()
+    warnings = list[str]()
     for misfit, is_accepted in contradictions(case, headers, files.accepts_apart):
-        (accepted if is_accepted else problems).append(str(misfit))
+        (warnings if is_accepted else problems).append(str(misfit))
     channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
     if not problems and channels != len(dataset.channels):
         problems.append(str(_wrong_channels(dataset, case, channels)))
-    warnings = [f"{WARNING}{line}" for line in (*accepted, *foreign_units(case, headers))]
     first = headers.get(case.images[0])
     return CaseHeader(
         stored=None if first is None else canonical_grid(first),
         target=target,
         orientation="" if first is None else "".join(nib.aff2axcodes(first.affine)),
         channels=channels,
-        lines=(*_bounded(case, problems), *_bounded(case, warnings, WARNING)),
-        sizes=tuple(doubtful_places(case, headers)),
-        hashes={kind: hasher.hashes() for kind, hasher in hashers.items()} if hashes and not problems else {},
+        problems=_bounded(case, problems),
+        warnings=_bounded(case, warnings),
+        doubts=remarks(case, headers, nifti.doubts),
+        hashes={kind: joined(of_files) for kind, of_files in found.items()} if hashes and not problems else {},
     )
 
 
-def doubtful_places(case: Case, headers: Headers) -> Iterator[str]:
-    """Yield a line for each file that states two voxel sizes, or no place."""
-    for path, image in headers.items():
-        words = two_sizes(image.header, case.affine)
-        if words:
-            yield f"{case.id}: {path}: {words}"
-
-
-def oddities(image: nib.Nifti1Image, form: str) -> Iterator[str]:
-    """Yield what may be right in a header but often is not."""
-    header = image.header
-    axes = image.affine[:3, :3] / voxel_sizes(image.affine)
-    if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
-        yield "its grid is sheared; it is used as if its axes were at right angles"
-    taken = form_taken(header, form)
-    if taken != form and header["qform_code"] > 0 and affine_if_sound(header, "qform") is None:
-        yield f"its qform is no rotation; the {taken} is taken"
+def remarks(case: Case, headers: Headers, find: Callable[[nib.Nifti1Image, str], Iterator[Remark]]) -> list[Remark]:
+    """Return what is found in the headers of a case, with its name and the files'."""
+    found = ((path, words, remedy) for path, image in headers.items() for words, remedy in find(image, case.affine))
+    return [(f"{case.id}: {path}: {words}", remedy) for path, words, remedy in found]
 
 
 def _wrong_channels(dataset: DatasetInfo, case: Case, channels: int) -> UserError:
@@ -229,11 +210,10 @@ def _wrong_channels(dataset: DatasetInfo, case: Case, channels: int) -> UserErro
     return problem(case.id, case.images[0], what)
 
 
-def _bounded(case: Case, lines: Sequence[str], start: str = "") -> Iterator[str]:
-    """Yield the first lines about a case, and how many more there are: it may have thousands of channels."""
-    yield from lines[:MAX_LINES_OF_CASE]
-    if len(lines) > MAX_LINES_OF_CASE:
-        yield f"{start}{case.id}: and {len(lines) - MAX_LINES_OF_CASE:,} more of this case"
+def _bounded(case: Case, lines: Sequence[str]) -> list[str]:
+    """Return the first lines about a case, and how many more there are: it may have thousands of channels."""
+    more = len(lines) - MAX_LINES_OF_CASE
+    return [*lines[:MAX_LINES_OF_CASE], *([f"{case.id}: and {more:,} more of this case"] if more > 0 else [])]
 
 
 def read_grid(case: Case, spacing: Sequence[float] | None) -> Grid:
@@ -241,40 +221,25 @@ def read_grid(case: Case, spacing: Sequence[float] | None) -> Grid:
     return target_grid(case, nifti.open_image(case.id, case.images[0], case.affine), spacing)
 
 
-def image_digest(channels: Iterable[bytes]) -> bytes:
-    """Return the digest of all images of a case, of those of its channels: equal for equal voxels.
+def image_digest(channels: Iterable[np.ndarray]) -> bytes:
+    """Return the digest of all images of a case, of its channels (X, Y, Z): equal for equal voxels.
 
     Whatever their files say of them, however they are compressed, of whatever type, wherever they lie, in whatever
     order the channels come, and along whatever axes each is stored. Voxels are compared to 12 bits: normalising the
     same ones in another order rounds otherwise.
     """
-    return hashlib.blake2b(b"".join(sorted(channels))).digest()
+    return hashlib.blake2b(b"".join(sorted(map(_channel_digest, channels)))).digest()
 
 
-def channel_digest(channel: np.ndarray) -> bytes:
-    """Return a digest of a channel (X, Y, Z) that is the same for each way to turn and mirror its axes."""
-    x, y, z = (np.zeros(size, np.uint64) for size in channel.shape)  # sums of the hashes of voxels in each plane
-    for index, plane in enumerate(channel):
-        hashes = _voxel_hashes(plane)
-        x[index] = hashes.sum()
-        y += hashes.sum(1)
-        z += hashes.sum(0)
-    axes = sorted(min(sums.tobytes(), sums[::-1].tobytes()) for sums in (x, y, z))
-    digests = [hashlib.blake2b(axis).digest() for axis in axes]
-    return hashlib.blake2b(b"".join(digests)).digest()
-
-
-def _voxel_hashes(plane: np.ndarray) -> np.ndarray:
-    """Return a hash of 64 bits per voxel (splitmix64), of its value as float32 rounded to 12 significant bits."""
-    values = plane.astype(np.float32) + np.float32(0)  # -0 becomes 0
-    bits = values.view(np.uint32).astype(np.uint64)
-    rounded = (bits + np.uint64(1 << 11)) >> np.uint64(12)
-    mixed = rounded + np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= np.uint64(factor)  # modulo 2^64
-    hashes: np.ndarray = mixed ^ (mixed >> np.uint64(31))
-    return hashes
+def _channel_digest(channel: np.ndarray) -> bytes:
+    """Return a digest of the sums of voxels in each plane, the same for each way to turn and mirror the axes."""
+    bits = (channel.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
+    rounded = (bits + np.uint32(1 << 11)) >> np.uint32(12)  # to 12 significant bits; such numbers have exact sums
+    profiles = list[bytes]()
+    for others in ((1, 2), (0, 2), (0, 1)):
+        sums = rounded.sum(others, np.uint64)
+        profiles.append(min(sums.tobytes(), sums[::-1].tobytes()))
+    return b"".join(hashlib.blake2b(profile).digest() for profile in sorted(profiles))
 
 
 def voxel_digests(
@@ -293,7 +258,7 @@ def voxel_digests(
     problems = list[str]()
     for case in progress.track(cases, "comparing images", len(cases)):
         try:
-            by_id[case.id] = image_digest(map(channel_digest, _channels(case, files)))
+            by_id[case.id] = image_digest(_channels(case, files))
         except UserError as error:
             problems.append(str(error))
     shares = ranks.gather((by_id, problems))

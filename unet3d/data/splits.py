@@ -17,7 +17,7 @@ import numpy as np
 from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data import nifti
-from unet3d.data.cases import MAX_NAME, WARNING, Case, DatasetInfo
+from unet3d.data.cases import MAX_NAME, Case, DatasetInfo
 from unet3d.data.texts import decoded, read_any_json, read_bytes, read_json, shown, shown_names
 
 FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
@@ -164,8 +164,8 @@ def labels_by_class(dataset: DatasetInfo) -> dict[str, Sequence[int]]:
 
 def absences(
     dataset: DatasetInfo, data: Data, learned: Set[int], scored: Set[int], stored: Set[int] = frozenset()
-) -> Iterator[str]:
-    """Yield classes that no training case shows: an error where none is shown, else warnings with what to do.
+) -> list[str]:
+    """Return warnings of classes that no training case shows, with what to do. Raises UserError where none is shown.
 
     `learned` and `scored` are the labels of training and held-out cases on the network's grid, `stored` those of the
     training files, where they are known.
@@ -176,8 +176,7 @@ def absences(
     resampled = "" if data.spacing is None else f" at data.spacing={data.spacing}"
     if len(absent) == len(labels_of):
         problem = "there is nothing to learn, check the label maps"
-        yield f"{dataset.name}: no foreground in any {place}{resampled}; {problem}"
-        return
+        raise UserError(f"{dataset.name}: no foreground in any {place}{resampled}; {problem}")
     finer = "" if data.spacing is None else ", give a finer data.spacing"
     vanished = "all voxels are lost by resampling; give a finer data.spacing"
     held_out = "only in held-out ones; hold out others (data.split, data.fold)"
@@ -186,9 +185,11 @@ def absences(
     for name, labels in absent.items():
         is_vanished = resampled and not stored.isdisjoint(labels)
         by_remedy[vanished if is_vanished else nowhere if scored.isdisjoint(labels) else held_out].append(name)
-    for remedy, names in by_remedy.items():
-        if names:
-            yield f"{WARNING}{dataset.name}: {shown_names(names)} in no {place}{resampled}, so not learned: {remedy}"
+    return [
+        f"{dataset.name}: {shown_names(names)} in no {place}{resampled}, so not learned: {remedy}"
+        for remedy, names in by_remedy.items()
+        if names
+    ]
 
 
 def group_of_cases(ids: Sequence[str], option: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from unet3d.base.progress import track
 from unet3d.base.types import Table, percent
 from unet3d.config.schema import Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.check import check_headers
+from unet3d.data.check import check_cases
 from unet3d.data.grids import Grid
 from unet3d.data.intensity import foreground_sample
 from unet3d.data.patches import subsample_indices
@@ -91,7 +91,7 @@ def read_fingerprint(data: Data) -> Fingerprint:
     dataset = read_dataset(data)
     train, val = split(dataset, data)
     cases = list(dict.fromkeys([*train, *val]))
-    headers = check_headers(dataset, cases, data).sound_headers()
+    headers = check_cases(dataset, cases, data).sound_headers()
     grid_of: dict[str, Grid] = {}
     for case in cases:
         grid = headers[case.id].stored

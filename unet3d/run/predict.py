@@ -31,7 +31,7 @@ from unet3d.data.scan import ImageFiles
 from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
-from unet3d.run.predicted_files import doubtful_places_in
+from unet3d.run.predicted_files import doubts_about
 from unet3d.training import switches
 from unet3d.training.inference import Predictor
 from unet3d.training.policy import MemoryPolicy
@@ -272,7 +272,7 @@ class Network:
         """
         with restore.temporary_case(image, spacing, affine, len(self.channels)) as of_files:
             case = of_files._replace(affine=self.segmenter.options.affine)
-            for line in doubtful_places_in([case]):
+            for line in doubts_about([case]):
                 warn(line if restore.are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
             scores = restore.Probabilities(case) if probabilities else None
             labels = restore.returned(image, self.segmenter.labels(case, scores), case)

@@ -18,9 +18,20 @@ from typing import Any
 from unet3d.base.errors import UserError, not_saved, warn
 from unet3d.base.files import read_lines
 from unet3d.data.cases import Case, in_order, other_volumes, refuse_long
-from unet3d.data.grids import contradictions, foreign_units
-from unet3d.data.nifti import backslashes, channels, in_one_line, open_image, stem, volumes_in, without_channel
-from unet3d.data.scan import doubtful_places, file_hashes
+from unet3d.data.grids import contradictions
+from unet3d.data.nifti import (
+    DECIDES,
+    Remark,
+    backslashes,
+    channels,
+    doubts,
+    in_few_lines,
+    open_image,
+    stem,
+    volumes_in,
+    without_channel,
+)
+from unet3d.data.scan import file_hashes, remarks
 
 RECORD = "predictions.jsonl"
 OPTIONS = ("overlap", "mirror", "components")  # that change what the same network writes
@@ -28,21 +39,23 @@ Entry = dict[str, Any]
 
 
 def accepted_contradictions(case: Case) -> list[str]:
-    """Return what is odd in a case and accepted by the checkpoint's options, as in training: one line each.
-
-    These are contradictions between its files, and lengths that are not in mm.
-    """
+    """Return the contradictions between a case's files, which the checkpoint's options accept, as in training."""
     opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    return [*(str(error) for error, _ in contradictions(case, opened)), *map(str, foreign_units(case, opened))]
+    return [str(error) for error, _ in contradictions(case, opened)]
 
 
-def doubtful_places_in(cases: Iterable[Case]) -> list[str]:
-    """Return a line for all files that state two voxel sizes, if there are any; unreadable ones are reported later."""
-    lines = list[str]()
+def doubts_about(cases: Iterable[Case]) -> list[str]:
+    """Return a line for all files that state two voxel sizes, no place or another unit than mm.
+
+    Unreadable ones are reported later.
+    """
+    found = list[Remark]()
     for case in cases:
         with suppress(UserError):
-            lines += doubtful_places(case, {path: open_image(case.id, path, case.affine) for path in case.images})
-    return in_one_line(lines, "data.affine of training decides; write the true size into the headers")
+            opened = {path: open_image(case.id, path, case.affine) for path in case.images}
+            found += remarks(case, opened, doubts)
+    decides = "data.affine of training decides; write the true size into the headers"
+    return in_few_lines((words, decides if remedy == DECIDES else remedy) for words, remedy in found)
 
 
 def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -221,6 +234,6 @@ class Origins:
 def _sample(paths: Sequence[Path]) -> list[Any] | None:
     """Return hashes by which files are known again; None where they cannot be read."""
     with suppress(OSError, ValueError):
-        hashes = file_hashes(paths, full=False)
+        hashes = file_hashes(paths)
         return [hashes["sample"], hashes["times"]]
     return None

@@ -18,7 +18,7 @@ from unet3d.config import compose, rules
 from unet3d.config.data_rules import label_sources
 from unet3d.config.schema import FACTS, Config, Data, options_with
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
-from unet3d.data.check import check_headers
+from unet3d.data.check import check_cases
 from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option, written_values
 from unet3d.data.preprocess import CaseReader
@@ -133,7 +133,7 @@ def score(
     dataset = read_dataset(config.data)
     _, held_out = split(dataset, config.data)
     _refuse_other_dataset(networks, dataset)
-    check_headers(dataset, held_out, config.data).sound_headers()
+    check_cases(dataset, held_out, config.data).sound_headers()
     for line in _doubts(networks, dataset, held_out, config.data):
         warn(f"{path}: {line}")
     segmenter = predict.segmenter(networks, config.device, mirror=None)
