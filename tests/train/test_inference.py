@@ -26,11 +26,10 @@ from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.simulate import fitted
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.training import windows
-from unet3d.training.inference import Predictor
-from unet3d.training.policy import MemoryPolicy
-from unet3d.training.windows import (
+from unet3d.training import inference
+from unet3d.training.inference import (
     HostMemory,
+    Predictor,
     aligned_corners,
     even_corners,
     free_bytes,
@@ -38,6 +37,7 @@ from unet3d.training.windows import (
     scan_order,
     sums_bytes,
 )
+from unet3d.training.policy import MemoryPolicy
 
 Network = Callable[..., UNet3D]
 
@@ -104,7 +104,7 @@ def corners_anywhere(sizes: Sequence[int], window: Sequence[int], strides: Seque
 
 
 @promise("Prediction", "windows of any number ...")
-@without("unet3d.training.windows.aligned_corners", corners_anywhere)
+@without("unet3d.training.inference.aligned_corners", corners_anywhere)
 def test_valid_tiles_have_no_seams(network: Network) -> None:
     """Tiled and whole output are equal, and the volume needs no fitting size."""
     model = network(*VALID)
@@ -350,7 +350,7 @@ def worst_order(corners: Sequence[Sequence[int]], window: Sequence[int]) -> tupl
 
 
 @promise("Prediction", "a volume whose probabilities ...")
-@without("unet3d.training.windows.scan_order", worst_order)
+@without("unet3d.training.inference.scan_order", worst_order)
 def test_memory_is_that_of_a_strip_and_of_what_slabs_share_whatever_the_length() -> None:
     """Beside the window's own logits: K maps of 4 bytes, half a window deep across the volume, and one strip."""
     classes, w = 20, 16
@@ -538,10 +538,10 @@ def test_sums_are_on_the_device_where_they_fit_beside_a_pass(monkeypatch: pytest
     window_bytes = 1000
     needed = Seen().needed + window_bytes
     for free, is_there in ((needed, True), (needed - 1, False), (0, False)):
-        monkeypatch.setattr(windows, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(inference, "free_bytes", lambda device, free=free: free)
         seen = Seen(window_bytes=window_bytes)
         assert (seen.copies == seen.strips) == is_there
-    monkeypatch.setattr(windows, "free_bytes", lambda device: needed)
+    monkeypatch.setattr(inference, "free_bytes", lambda device: needed)
     unknown = Seen()
     assert unknown.copies == unknown.windows, "what a pass needs is not known"
 

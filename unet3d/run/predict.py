@@ -33,9 +33,8 @@ from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
 from unet3d.run.predicted_files import doubts_about
 from unet3d.training import switches
-from unet3d.training.inference import Predictor
+from unet3d.training.inference import Predictor, free_bytes
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.windows import free_bytes
 
 
 @dataclass(frozen=True)
