@@ -383,7 +383,7 @@ def test_calls_are_compared_in_the_first_passes_alone() -> None:
     for _ in range(checkpointing.PASSES + 1):
         with pytest.MonkeyPatch.context() as patch:
             calls: list[int] = []
-            patch.setattr(checkpointing.FirstCall, "see", lambda *_, calls=calls: calls.append(1))
+            patch.setattr(checkpointing.Comparison, "see", lambda *_, calls=calls: calls.append(1))
             memory.forward(model, torch.randn(1, 2, 6, 6, 6)).sum().backward()
         noted.append(len(calls))
     assert all(noted[:-1]) and not noted[-1]

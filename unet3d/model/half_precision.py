@@ -68,8 +68,9 @@ def convolutions() -> Iterator[None]:
     with ours.lock:
         if ours.library is None:
             ours.library = torch.library.Library("aten", "IMPL")
-            _register(ours.library, "convolution", _convolution)
-            _register(ours.library, "convolution_backward", _convolution_backward)
+            for name, function in (("convolution", _convolution), ("convolution_backward", _convolution_backward)):
+                native = torch.library.get_kernel(f"aten::{name}", "CPU")  # torch's own kernel
+                ours.library.impl(name, partial(function, native), "CPU", with_keyset=True)
         ours.users += 1
     try:
         yield
@@ -79,12 +80,6 @@ def convolutions() -> Iterator[None]:
             if ours.users == 0 and ours.library is not None:
                 ours.library._destroy()
                 ours.library = None
-
-
-def _register(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
-    """Let `function` serve an operator on the CPU; its first argument is torch's own kernel."""
-    native = torch.library.get_kernel(f"aten::{name}", "CPU")
-    library.impl(name, partial(function, native), "CPU", with_keyset=True)
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
@@ -152,38 +147,24 @@ def slabs(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> 
 
     Along D, the input of a transposed convolution is cut, else the output.
     """
-    count = _slab_count(x, outer, weight, options)
     stride = options.stride[0]
+    reach = options.dilation[0] * (weight.shape[2] - 1) + 1  # planes that a kernel covers
     depth = x.shape[2] if options.is_transposed else outer[2]
+    count = math.ceil(4 * (x.numel() + math.prod(outer)) / SLAB_BYTES)
+    if x.shape[0] == 1:  # no slab may be one that torch would compute by its slow kernel
+        planes_per_cut = 1 if options.is_transposed else stride
+        fewest = ONEDNN // (x.shape[1] * x.shape[3] * planes_per_cut) + 1
+        count = min(count, depth // fewest)
+    if options.is_transposed and (reach != stride or options.padding[0] or options.output_padding[0]):
+        count = 1  # outputs of slabs would overlap
+    count = max(1, min(count, depth))
     ends = [depth * (index + 1) // count for index in range(count)]
     cuts = []
     for start, end in pairwise([0, *ends]):
         low = start * stride - options.padding[0]
-        touched = (low, low + (end - 1 - start) * stride + _reach(weight, options))
+        touched = (low, low + (end - 1 - start) * stride + reach)
         cuts.append(Slab((start, end), touched) if options.is_transposed else Slab(touched, (start, end)))
     return cuts
-
-
-def _reach(weight: Tensor, options: Options) -> int:
-    """Return how many planes along D a kernel covers."""
-    return options.dilation[0] * (weight.shape[2] - 1) + 1
-
-
-def _slab_count(x: Tensor, outer: Sequence[int], weight: Tensor, options: Options) -> int:
-    """Return the number of slabs: each of SLAB_BYTES, but none that torch would compute by its slow kernel."""
-    stride = options.stride[0]
-    if options.is_transposed:
-        would_overlap = _reach(weight, options) != stride or options.padding[0] or options.output_padding[0]
-        if would_overlap:
-            return 1
-    depth = x.shape[2] if options.is_transposed else outer[2]
-    values = x.numel() + math.prod(outer)
-    count = math.ceil(4 * values / SLAB_BYTES)
-    if x.shape[0] == 1:
-        planes_per_cut = 1 if options.is_transposed else stride
-        fewest = ONEDNN // (x.shape[1] * x.shape[3] * planes_per_cut) + 1
-        count = min(count, depth // fewest)
-    return max(1, min(count, depth))
 
 
 def _convolution(
@@ -234,45 +215,30 @@ def _convolution_backward(
     if len(parts) == 1:
         gradients = call(grad.float(), x.float(), weight, bias_sizes, *arguments)
         return _rounded(gradients, x.dtype)
-    input_gradient = _InputGradient(x) if output_mask[0] else None
+    input_gradient = torch.zeros_like(x) if output_mask[0] else None  # a stride may leave planes without a gradient
+    shared = weight.new_empty(0)  # float32 planes of it that the next slab adds to, so that they are rounded once
     sums: list[Tensor | None] = []  # gradients for weight and bias
     for slab, following in zip_longest(parts, parts[1:], fillvalue=None):
         assert slab is not None
         low, high = slab.inner
-        complete = high if following is None else following.inner[0]
         planes = _planes(grad, *slab.outer), _planes(x, low, high)
         piece, *others = call(*planes, weight, bias_sizes, *options.of_slab(), output_mask)
         if input_gradient is not None:
-            input_gradient.add(piece, low, complete)
+            if shared.numel():
+                piece[:, :, : shared.shape[2]] += shared
+            complete = high if following is None else following.inner[0]
+            first = max(low, 0)
+            last = min(complete, high, x.shape[2])
+            if last > first:
+                input_gradient[:, :, first:last] = piece[:, :, first - low : last - low]
+            shared = piece[:, :, complete - low :].clone()
         if not sums:
             sums = others
             continue
         for total, part in zip(sums, others, strict=True):
             if total is not None:
                 total.add_(part)
-    map_gradient = None if input_gradient is None else input_gradient.map
-    return map_gradient, *_rounded(sums, x.dtype)
-
-
-class _InputGradient:
-    """A half-precision map filled from float32 slabs, whose overlaps are added in float32 and rounded once."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.map = torch.zeros_like(x)  # a stride beyond the kernel leaves planes without a gradient
-        self._open: Tensor | None = None  # planes that the next slab adds to
-
-    def add(self, piece: Tensor, low: int, complete: int) -> None:
-        """Add a slab's gradient from plane `low` on; no later slab touches the planes before `complete`."""
-        if self._open is not None:
-            piece[:, :, : self._open.shape[2]] += self._open
-        high = low + piece.shape[2]
-        first = max(low, 0)
-        last = min(complete, high, self.map.shape[2])
-        if last > first:
-            self.map[:, :, first:last] = piece[:, :, first - low : last - low]
-        self._open = None
-        if complete < high:
-            self._open = piece[:, :, complete - low :].clone()
+    return input_gradient, *_rounded(sums, x.dtype)
 
 
 def _planes(x: Tensor, low: int, high: int) -> Tensor:

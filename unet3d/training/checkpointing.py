@@ -49,13 +49,8 @@ Numbers = npt.NDArray[np.float64]
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def _tensor_version(tensor: Tensor) -> int | None:
-    """Return how often a tensor has been written to; None where torch does not count that."""
-    return None if tensor.is_inference() else tensor._version
-
-
 FINGERPRINTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # by type; they change as the value changes within
-    (Tensor, _tensor_version),
+    (Tensor, lambda tensor: None if tensor.is_inference() else tensor._version),  # writes, where torch counts them
     (np.ndarray, lambda array: zlib.crc32(array.tobytes())),
     (bytearray, bytes),
     (random.Random, lambda generator: repr(generator.getstate())),
@@ -70,26 +65,18 @@ def checkpointed(model: nn.Module, image: Tensor, segment_starts: Sequence[int])
 
     Raises UserError for a network that has more to call than its stages, and for a stage that cannot be called twice.
     """
-    _refuse_own_call(model)
+    # Calling the network must run its stages alone: checkpointing runs no more.
+    is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values(), *model._backward_hooks.values()]
+    if not is_plain or "forward" in vars(model) or not all(map(only_watches, hooks)):
+        fault = "has a forward or hooks of its own, or is no nn.Sequential"
+        raise UserError(f"ckpt: the network {type(model).__name__} {fault}; put them into a stage, or set ckpt=0")
     assert isinstance(model, nn.Sequential)
     segments = split(list(model), segment_starts, is_compared(model, image))
     # A recomputation ends once all that backward needs is saved; RReLU's noise is filled after that.
     may_end_early = not any(isinstance(module, nn.RReLU) for module in model.modules())
     with set_checkpoint_early_stop(may_end_early):
         return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
-
-
-def _refuse_own_call(model: nn.Module) -> None:
-    """Raise UserError if calling the network runs more than its stages: checkpointing runs those alone."""
-    is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    hooks = [
-        *model._forward_hooks.values(),
-        *model._forward_pre_hooks.values(),
-        *model._backward_hooks.values(),
-    ]
-    if not is_plain or "forward" in vars(model) or not all(map(only_watches, hooks)):
-        fault = "has a forward or hooks of its own, or is no nn.Sequential"
-        raise UserError(f"ckpt: the network {type(model).__name__} {fault}; put them into a stage, or set ckpt=0")
 
 
 def split(stages: Sequence[nn.Module], segment_starts: Sequence[int], is_compared: bool = False) -> list["Segment"]:
@@ -124,23 +111,22 @@ class Segment:
         self.stages = stages
         self.is_last = is_last
         self.states: list[StageState] = []  # of the stages, before their first call
-        self.first_calls = [FirstCall(stage) if is_compared else None for stage in stages]
+        self.comparisons = [Comparison(stage) if is_compared else None for stage in stages]
         self.random_numbers: tuple[Any, Any] | None = None  # before the first call
 
     def __call__(self, state: Any) -> Any:
         if self.random_numbers is not None:
-            with _drawing_from(self.random_numbers):
-                return self._call_again(state)
+            return self._call_again(state, self.random_numbers)
         if self.is_last:
             for stage in self.stages:
                 state = stage(state)
             return state
         self.random_numbers = _random_numbers()
         inputs = [(leaf, leaf._version) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-        for stage, first_call in zip(self.stages, self.first_calls, strict=True):
+        for stage, comparison in zip(self.stages, self.comparisons, strict=True):
             before = StageState(stage)
             self.states.append(before)
-            with first_call or nullcontext():
+            with comparison or nullcontext():
                 state = stage(state)
             before.refuse_changes_within()
             if any(tensor._version != version for tensor, version in inputs):
@@ -149,13 +135,19 @@ class Segment:
                 raise UserError(f"ckpt: the stage {type(stage).__name__} {fault}; {advice}")
         return state
 
-    def _call_again(self, state: Any) -> Any:
-        """Return what the first call returned for the same input."""
-        for stage, before, first_call in zip(self.stages, self.states, self.first_calls, strict=True):
-            comparison = nullcontext() if first_call is None else SecondCall(first_call)
-            with before.restored() as buffers, comparison:
-                state = functional_call(stage, buffers, (state,)) if buffers else stage(state)
-        return state
+    def _call_again(self, state: Any, random_numbers: tuple[Any, Any]) -> Any:
+        """Return what the first call returned for the same input and these random numbers of Python and NumPy."""
+        now = _random_numbers()
+        try:
+            _draw_from(random_numbers)
+            for stage, before, comparison in zip(self.stages, self.states, self.comparisons, strict=True):
+                if comparison is not None:
+                    comparison.is_second = True
+                with before.restored() as buffers, comparison or nullcontext():
+                    state = functional_call(stage, buffers, (state,)) if buffers else stage(state)
+            return state
+        finally:
+            _draw_from(now)
 
 
 class StageState:
@@ -243,25 +235,19 @@ def _random_numbers() -> tuple[Any, Any]:
     return random.getstate(), np.random.get_state()
 
 
-@contextmanager
-def _drawing_from(state: tuple[Any, Any]) -> Iterator[None]:
-    """Draw again within what Python and NumPy have drawn since this state; afterwards, go on from the present one."""
-    now = _random_numbers()
-    try:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        yield
-    finally:
-        random.setstate(now[0])
-        np.random.set_state(now[1])
+def _draw_from(state: tuple[Any, Any]) -> None:
+    """Let Python and NumPy draw from such a state on."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
 
 
-class FirstCall(Observer, TorchDispatchMode):
-    """A record of what the operations of a stage's first call compute."""
+class Comparison(Observer, TorchDispatchMode):
+    """A record of what the operations of a stage's first call compute, which those of the second are compared with."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
+        self.is_second = False
         self.noted: dict[tuple[Any, torch.Size], deque[Numbers]] = defaultdict(deque)
 
     @classmethod
@@ -280,22 +266,13 @@ class FirstCall(Observer, TorchDispatchMode):
         return result
 
     def see(self, func: Any, result: Tensor, numbers: Numbers) -> None:
-        """Note a result."""
-        self.noted[func, result.shape].append(numbers)
-
-
-class SecondCall(FirstCall):
-    """A comparison that raises UserError for an operation whose result the first call did not have."""
-
-    def __init__(self, first: FirstCall) -> None:
-        super().__init__(first.stage)
-        self.noted = first.noted
-
-    def see(self, func: Any, result: Tensor, numbers: Numbers) -> None:
-        """Compare a result."""
+        """Note a result, or raise UserError if the first call did not have it."""
+        noted = self.noted[func, result.shape]
+        if not self.is_second:
+            noted.append(numbers)
+            return
         relative, absolute = TOLERANCE.get(result.device.type, TOLERANCE_ELSEWHERE)
         absolute *= len(numbers) ** 0.5  # from a root mean square to a norm
-        noted = self.noted[func, result.shape]
         for _ in range(len(noted)):
             candidate = noted[0]
             difference = np.linalg.norm(numbers - candidate)
@@ -333,12 +310,5 @@ def _numbers(tensor: Tensor) -> Numbers | None:
             return None
         step = max(1, size // NUMBERS) | 1  # odd, or all may be of a few channels or columns
         count = math.ceil(size / step)
-        return _as_numpy(tensor.detach().as_strided((count,), (step,)).cpu())
-
-
-def _as_numpy(sample: Tensor) -> Numbers:
-    """Return a copy of numbers on the CPU, in memory of NumPy: torch's allocator is measured."""
-    if sample.dtype == torch.bfloat16:  # the upper half of a float32; NumPy has no such type
-        bits = sample.view(torch.int16).numpy().astype(np.int32)
-        return (bits << 16).view(np.float32).astype(np.float64)
-    return sample.numpy().astype(np.float64)
+        sample = tensor.detach().as_strided((count,), (step,)).cpu()
+        return sample.double().numpy().copy()  # in memory of NumPy: torch's allocator is measured
