@@ -19,25 +19,13 @@ __all__ = ["load", "memory", "recompute", "train"]
 
 
 def __getattr__(name: str) -> "Any":
-    if name == "load":
-        from unet3d.run.predict import load
+    homes = {"load": "run.predict", "recompute": "recomputing.module", "train": "cli.train", "memory": "memory"}
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
 
-        return load
-    if name == "memory":
-        import sys
-
-        import unet3d.memory  # noqa: F401 (by its name among the modules)
-
-        return sys.modules["unet3d.memory"]
-    if name == "recompute":
-        from unet3d.recomputing.module import recompute
-
-        return recompute
-    if name == "train":
-        from unet3d.cli.train import train
-
-        return train
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"unet3d.{homes[name]}")
+    return module if name == "memory" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

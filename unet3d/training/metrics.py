@@ -81,17 +81,12 @@ def _confusion(case: str, prediction: Labels, truth: Labels, classes: int, ignor
             is_labelled = true != ignore
             true = true[is_labelled]
             predicted = predicted[is_labelled]
-        _refuse_odd_labels(f"case {case}: truth", true, classes)
-        _refuse_odd_labels(f"case {case}: prediction", predicted, classes)
+        for name, labels in (("truth", true), ("prediction", predicted)):  # else a hit or miss of another class
+            if labels.size and (labels.min() < 0 or labels.max() >= classes):
+                raise ValueError(f"case {case}: {name} has labels outside 0 to {classes - 1}")
         pairs = true.astype(np.intp).ravel() * classes + predicted.ravel()
         counts += np.bincount(pairs, minlength=classes * classes)
     return counts.reshape(classes, classes)
-
-
-def _refuse_odd_labels(name: str, labels: Labels, classes: int) -> None:
-    """Raise ValueError for a label out of range, which would count as a hit or miss of another class."""
-    if labels.size and (labels.min() < 0 or labels.max() >= classes):
-        raise ValueError(f"{name} has labels outside 0 to {classes - 1}")
 
 
 def _ratios(parts: NDArray[np.int64], wholes: NDArray[np.int64]) -> tuple[float | None, ...]:
@@ -121,21 +116,13 @@ def _distances(
         edge = labelled & binary_dilation(~labelled)
     distances: list[float | None] = []
     for labels in labels_of:
-        predicted = _mask(prediction, labels)
-        true = _mask(truth, labels)
+        predicted = np.isin(prediction, labels)
+        true = np.isin(truth, labels)
         if ((predicted | true) & edge).any():
             distances.append(None)
         else:
             distances.append(hausdorff95(predicted & labelled, true & labelled, spacing))
     return tuple(distances)
-
-
-def _mask(volume: Labels, labels: Sequence[int]) -> Mask:
-    """Return where a label map has any of these labels."""
-    mask: Mask = volume == labels[0]
-    for label in labels[1:]:
-        mask |= volume == label
-    return mask
 
 
 def hausdorff95(prediction: Mask, truth: Mask, spacing: Sequence[float]) -> float | None:
@@ -198,19 +185,18 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return fmean(existing) if existing else None
 
 
-def csv_text(scores: Sequence[CaseScore], class_names: Sequence[str]) -> str:
-    """Return one row per case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for); n/a is empty.
+def csv_text(
+    scores: Sequence[CaseScore],
+    class_names: Sequence[str],
+    more: Mapping[str, Sequence[object]] | None = None,
+) -> str:
+    """Return one row per case: case, dice/<class>, iou/<class>, hd95_mm/<class> (if asked for), `more`; n/a is empty.
 
     Where a score is 0 because the truth has no such class, the last column, note, says so.
     """
-    return _as_csv(scores, class_names, {})
-
-
-def _as_csv(scores: Sequence[CaseScore], class_names: Sequence[str], more: Mapping[str, Sequence[object]]) -> str:
-    """Return one row per case, with more columns before the notes, which there are if any case has one."""
     columns: dict[str, Sequence[object]] = {"case": [score.case for score in scores]}
     columns |= _columns(scores, class_names)
-    columns |= more
+    columns |= more or {}
     notes = [_note(score, class_names[1:]) for score in scores]
     if any(notes):
         columns[NOTE_KEY] = notes
@@ -239,7 +225,7 @@ def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_ne
     for key in sources:
         cells = [network_scores.get(score.case, {}).get(key) for score in scores]
         on_network[NETWORK + key.removeprefix(NETWORK)] = cells
-    return _as_csv(scores, class_names, on_network)
+    return csv_text(scores, class_names, on_network)
 
 
 def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, list[float | None]]:
