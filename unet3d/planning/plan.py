@@ -19,7 +19,7 @@ from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.for_budget import choose_precision, choose_step
 from unet3d.planning.patches import level_options, nnunet_plan
 from unet3d.planning.steps import is_here, step_time
-from unet3d.training.windows import even_corners
+from unet3d.training.inference import even_corners
 
 ACTIVATION = "leaky_relu"
 SPACING_VARIATION = 1.1  # Ratio of the spacings of cases from which on they are resampled.
