@@ -1,6 +1,7 @@
 """Whether a network that recomputes is the network: outputs, gradients and buffers of a pass, compared to plain's."""
 
 import copy
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from unet3d.recomputing import module, prepare, search
+from unet3d.recomputing.compiler import Sizes, Workspace
 from unet3d.recomputing.graph import Graph
-from unet3d.recomputing.instructions import Sizes, Workspace
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import normalisation
@@ -79,7 +80,7 @@ def _largest(tensors: Mapping[str, Tensor | None]) -> float:
     return max(float(tensor.abs().max()) for tensor in tensors.values() if tensor is not None)
 
 
-def assert_equal(model: nn.Module, image: Tensor, seeds: Sequence[int], tiles: int = 8) -> None:
+def assert_equal(model: nn.Module, image: Tensor, seeds: Sequence[int], tiles: Sequence[int] = (8,)) -> None:
     """Assert that a pass in float64 is plain's by schedules that are drawn at random, also where maps are tiles.
 
     By programs for the CPU and for a GPU: both are carried out here.
@@ -88,8 +89,8 @@ def assert_equal(model: nn.Module, image: Tensor, seeds: Sequence[int], tiles: i
     model = model.double().train()
     plain = run(copy.deepcopy(model), image)
     with traced_once():
-        for seed in seeds:
-            with drawn_schedules(seed, tiles):
+        for seed, number in itertools.product(seeds, tiles):
+            with drawn_schedules(seed, number):
                 for device_type in ("cpu", "cuda"):
                     recomputed = Recomputed(copy.deepcopy(model), device_type=device_type)
                     assert_same(run(recomputed, image), plain)

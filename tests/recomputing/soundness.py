@@ -2,17 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from unet3d.recomputing.instructions import (
-    Backward,
-    BackwardTwoPass,
-    BeginBackward,
-    Compute,
-    Instruction,
-    NormBackward,
-    NormBackwardTiled,
-    Release,
-    Sizes,
-)
+from unet3d.recomputing.compiler import Backward, BeginBackward, Compute, Instruction, NormBackward, Release, Sizes
 from unet3d.recomputing.schedule import Schedule
 
 
@@ -47,13 +37,11 @@ class _Alive:
             case BeginBackward():
                 self.gradients |= {index for index in sizes.outputs if sizes.needs_gradient[index]}
                 self.maps -= {index for index in self.gradients if not sizes.users[index]}
-            case NormBackward(index):
+            case NormBackward(index, streamed):
                 self.complete.add(index)
-                return index in self.maps and index in self.gradients
-            case NormBackwardTiled(index, streamed):
-                self.complete.add(index)
-                return self._has(sizes.sources[index], streamed) and index in self.gradients
-            case Backward() | BackwardTwoPass():
+                is_there = index in self.maps if streamed is None else self._has(sizes.sources[index], streamed)
+                return is_there and index in self.gradients
+            case Backward():
                 return self._takes_backward(instruction)
         return True
 
@@ -70,7 +58,7 @@ class _Alive:
         self.maps.add(make.map)
         return True
 
-    def _takes_backward(self, send: Backward | BackwardTwoPass) -> bool:
+    def _takes_backward(self, send: Backward) -> bool:
         index = send.map
         is_complete = not self.sizes.is_normalised[index] or index in self.complete
         has_sources = self._has(self.sizes.reads[index], send.streamed)
@@ -78,17 +66,16 @@ class _Alive:
             return False
         self.gradients.discard(index)
         self.complete.discard(index)  # another part of it may follow
-        is_twice = isinstance(send, BackwardTwoPass)
         for source, place in send.targets:
             if (place == "add") != (source in self.gradients):
                 return False
             if place == "map":
                 if source not in self.maps:
                     return False
-                if is_twice and source != send.targets[-1].source:
+                if send.is_two_pass and source != send.targets[-1].source:
                     return False  # the second pass reads it
                 self.maps.discard(source)
             self.gradients.add(source)
-        if is_twice:
+        if send.is_two_pass:
             self.complete.add(send.targets[-1].source)
         return True

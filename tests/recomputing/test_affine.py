@@ -50,7 +50,7 @@ def test_statistics_of_pieces_are_those_of_channels(name: str, dtype: torch.dtyp
     network = nn.Sequential(nn.Conv3d(4, 4, 1), norm).train()
     value = next(value for value in trace(network, torch.randn(SHAPE)).values if value.op.endswith("_norm"))
     raw = drawn(dtype, mean=1000 if dtype != torch.bfloat16 else 10)
-    assert normalisation.pieces(raw) > 1
+    assert normalisation.pieces(raw, state_of(dtype)) > 1
     state = state_of(dtype, network)
     take_statistics(value, raw, state)
     known = state.statistics[value]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing import search
-from unet3d.recomputing.compiler import Compiler
-from unet3d.recomputing.instructions import NOTHING, Instruction, Sizes, Stage, indices_of, mask_of
+from unet3d.recomputing.compiler import NOTHING, Compiler, Instruction, Sizes, Stage, indices_of, mask_of
 from unet3d.recomputing.module import Recomputed, recompute, schedules_of
 from unet3d.recomputing.plans import by_plan, leanest, least_bytes, smallest
 from unet3d.recomputing.prepare import prepare

@@ -38,7 +38,7 @@ class Tokens(nn.Module):
 def check(network: nn.Module, images: int = 2, tiles: int = 6) -> None:
     """Compare passes by several schedules with plain's."""
     torch.manual_seed(0)
-    assert_equal(network, torch.randn(images, 1, *SIZE), seeds=[0, 1, 3], tiles=tiles)
+    assert_equal(network, torch.randn(images, 1, *SIZE), seeds=[0, 1, 3], tiles=[tiles])
 
 
 def whole_maps(network: nn.Module) -> Maps:

@@ -9,7 +9,7 @@ from equality import assert_equal, drawn_schedules, traced_once
 from torch import Tensor, nn
 
 from unet3d.memory.ledger import Ledger, most_held
-from unet3d.recomputing.instructions import Backward, BackwardTwoPass, Compute, NormBackwardTiled, Release
+from unet3d.recomputing.compiler import Backward, Compute, NormBackward, Release
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 
@@ -63,10 +63,10 @@ def kinds_of(program: Program) -> Counter[str]:
                 maps.add(index)
             case Release(index):
                 maps.discard(index)
-            case NormBackwardTiled(_, through):
+            case NormBackward(_, through) if through is not None:
                 kinds["completed by rows"] += 1
                 kinds["completed by rows through rows"] += bool(through)
-            case Backward(index, targets, through) | BackwardTwoPass(index, targets, through):
+            case Backward(index, targets, through):
                 sources = {target.source for target in targets}
                 kinds["sent through rows"] += bool(through)
                 kinds["not read"] += bool(sources - maps - set(through))

@@ -37,7 +37,7 @@ def test_random_networks_are_plain(seeds: range) -> None:
         shape = [draw.randrange(4, 8) for _ in range(3)]
         shape[draw.randrange(3)] = draw.randrange(8, 15)
         image = torch.randn(draw.choice([1, 2]), network.image_channels, *shape)
-        assert_equal(network, image, seeds=[seed], tiles=draw.choice([3, 6, 20]))
+        assert_equal(network, image, seeds=[seed], tiles=[draw.choice([3, 6, 20])])
 
 
 OPTIONS: dict[str, tuple[object, ...]] = {
@@ -133,4 +133,4 @@ def _compare(seed: int) -> None:
                 assert_close(output, of_plain, CLOSE)
         assert len(finder.prepared) == 1
         if seed % DRAWN == 0:
-            assert_equal(model, image, seeds=[seed], tiles=4)
+            assert_equal(model, image, seeds=[seed], tiles=[4])

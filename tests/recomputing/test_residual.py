@@ -7,7 +7,7 @@ import torch
 from equality import assert_equal, drawn_schedules, traced_once
 from torch import Tensor, nn
 
-from unet3d.recomputing.instructions import Backward, BackwardTwoPass, Compute
+from unet3d.recomputing.compiler import Backward, Compute
 from unet3d.recomputing.module import Recomputed, schedules_of
 
 SEEDS = range(12)
@@ -41,11 +41,10 @@ def kinds_of(seed: int, image: Tensor) -> Counter[str]:
     sends: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
     for step in program.schedule.instructions:
-        if isinstance(step, Backward | BackwardTwoPass):
+        if isinstance(step, Backward):
             sends[step.map] += 1
             kinds["in parts"] += sends[step.map] > 1
-        if isinstance(step, BackwardTwoPass):
-            kinds["over gradient"] += any(target.place == "gradient" for target in step.targets)
+            kinds["over gradient"] += step.is_two_pass and any(target.place == "gradient" for target in step.targets)
         if isinstance(step, Compute) and step.inplace_on is not None:
             is_convolution = program.maps.maps[step.map].value.op == "conv3d"
             kinds["over source"] += is_convolution

@@ -40,7 +40,7 @@ def test_convolutions(kernel: int, stride: int, padding: int, dilation: int, gro
 def test_a_tile_of_bias_alone() -> None:
     """A tile of one row, at either end, that reads no row of its source."""
     network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 4, 1, padding=1), nn.Conv3d(4, 2, 1))
-    assert_equal(network, torch.randn(1, 1, 9, 4, 4), seeds=[0, 1], tiles=20)
+    assert_equal(network, torch.randn(1, 1, 9, 4, 4), seeds=[0, 1], tiles=[20])
 
 
 @pytest.mark.parametrize("mode", ["reflect", "circular", "replicate", "same", "valid"])

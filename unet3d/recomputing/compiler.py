@@ -2,32 +2,167 @@
 
 What is there as the stage begins, and which maps stay after it, is given. A map that is needed and is not there is
 computed a second time, from those that are. Where a map or a gradient lies is decided here, once: over another one that
-nothing reads any more, or in memory of its own.
+nothing reads any more, or in memory of its own. Maps are named by their index; sets of maps are the bits of a number.
 """
 
 from collections.abc import Iterable, Sequence
-
-from unet3d.recomputing.instructions import (
-    Backward,
-    BackwardTwoPass,
-    BeginBackward,
-    Compute,
-    Instruction,
-    Liveness,
-    NormBackward,
-    NormBackwardTiled,
-    Place,
-    Release,
-    Sizes,
-    Stage,
-    Target,
-    Workspace,
-    indices_of,
-    mask_of,
-)
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 HALO = 1.3  # rows of a cheap stem that tiles of its reader make, to those that it has: tiles overlap
 TWO_PASS_WORK = 0.03  # of a forward pass: less work than this may be done a second time to save a map
+
+
+class Workspace(NamedTuple):
+    """Bytes beside maps and all gradients, in the instructions of one map."""
+
+    compute: int
+    backward: int  # its gradient
+    backward_two_pass: int  # its gradient, in two passes over the tiles
+    norm_backward_tiled: int  # its gradient, by rows that are made meanwhile
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of n maps and how they depend on each other: all that a schedule is made from."""
+
+    bytes: Sequence[int]
+    work: Sequence[float]  # of making a map, or of sending its gradient a second time, in shares of a forward pass
+    sources: Sequence[Sequence[int]]  # without the image
+    reads: Sequence[frozenset[int]]  # sources from which its gradient is computed
+    needs_gradient: Sequence[bool]
+    is_normalised: Sequence[bool]  # its gradient is complete only with its map
+    outputs: frozenset[int]
+    can_overwrite_input: Sequence[frozenset[int]]  # sources over which a map may be made
+    grad_can_reuse_grad: Sequence[frozenset[int]]  # sources whose gradient may be written over the map's
+    grad_can_reuse_input: Sequence[frozenset[int]]  # sources whose gradient may be written over their own map
+    is_one_tile: Sequence[bool]  # all rows of its sources' gradients are there before they are added to others
+    has_rows: Sequence[bool]  # it can be made a few rows at a time
+    is_cheap_stem: Sequence[bool]  # made from the image by little work: may be streamed where others are made again
+    of_weights: Sequence[int]  # bytes of gradients of weights that appear as its gradient is sent
+    workspace: Sequence[Workspace]
+    workspace_streamed: Sequence[Workspace]  # the same where cheap stems are streamed
+    inplace_workspace: Sequence[int]  # bytes more while it is made over another map
+    norm_workspace: Sequence[int]  # bytes beside a map and its gradient while that is completed
+
+    @cached_property
+    def users(self) -> Sequence[Sequence[int]]:
+        """Maps that each is a source of."""
+        users: list[list[int]] = [[] for _ in self.bytes]
+        for index, sources in enumerate(self.sources):
+            for source in sources:
+                users[source].append(index)
+        return users
+
+    @cached_property
+    def last_reads(self) -> Sequence[Sequence[int]]:
+        """Sources of each that nothing reads later in the forward pass."""
+        last_reads = []
+        for index, sources in enumerate(self.sources):
+            last_reads.append([s for s in sources if self.users[s][-1] == index and s not in self.outputs])
+        return last_reads
+
+    @property
+    def count(self) -> int:
+        """Number of maps."""
+        return len(self.bytes)
+
+
+Place = Literal["new", "add", "map", "gradient"]
+
+
+class Compute(NamedTuple):
+    """Compute a map, in memory of its own or in that of a source; `streamed` sources are computed with its tiles."""
+
+    map: int
+    inplace_on: int | None
+    streamed: tuple[int, ...]
+
+
+class Release(NamedTuple):
+    """Forget a map."""
+
+    map: int
+
+
+class BeginBackward(NamedTuple):
+    """The forward pass ends; gradients of the outputs arrive."""
+
+
+class NormBackward(NamedTuple):
+    """Add to the gradient of a map what the statistics of its normalisations give.
+
+    `streamed`: None where the map is there. Else its rows are made, a tile at a time, from its sources, of which these
+    are computed with them.
+    """
+
+    map: int
+    streamed: tuple[int, ...] | None
+
+
+class Target(NamedTuple):
+    """The place of a source's gradient: a new one, added to one, over the source's map, or over the gradient."""
+
+    source: int
+    place: Place
+
+
+class Backward(NamedTuple):
+    """Send the gradient of a map to its sources, and forget it.
+
+    In two passes over the tiles, the first takes the sums, and the second writes the last source's gradient over its
+    map, completed, and what lies over the gradient.
+    """
+
+    map: int
+    targets: tuple[Target, ...]
+    streamed: tuple[int, ...] = ()
+    is_two_pass: bool = False
+
+
+Instruction = Compute | Release | BeginBackward | NormBackward | Backward
+
+
+class Liveness(NamedTuple):
+    """What there is between two stages. Each is a set of maps, bit i for map i."""
+
+    alive: int
+    gradients: int
+    completed: int  # maps whose gradients have the statistics' part
+    trained: int  # maps whose weights have gradients
+
+
+class Stage(NamedTuple):
+    """A stage of a pass. Bytes count from those that are alive as it begins."""
+
+    instructions: tuple[Instruction, ...]
+    growth: int  # bytes, until its end
+    most: int | None  # bytes at once; None where it makes nothing
+    maps: int  # that are there then, bit i for map i
+    work: tuple[float, ...]  # of the maps that it makes, in forward passes
+    after: Liveness
+
+
+NOTHING = Liveness(0, 0, 0, 0)
+
+
+def mask_of(indices: Iterable[int]) -> int:
+    """Return a set of maps as bits."""
+    mask = 0
+    for index in indices:
+        mask |= 1 << index
+    return mask
+
+
+def indices_of(mask: int) -> list[int]:
+    """Return the maps of a set, in order."""
+    indices = []
+    while mask:
+        lowest = mask & -mask
+        indices.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return indices
 
 
 class Compiler:
@@ -54,8 +189,18 @@ class Compiler:
         return self._stage()
 
     def turned(self) -> Stage:
-        """Return the end of the forward pass, as gradients of the outputs arrive."""
-        self._turn()
+        """Return the end of the forward pass: gradients of outputs arrive, over those that nothing reads."""
+        sizes = self.sizes
+        self.instructions.append(BeginBackward())
+        for index in sizes.outputs:
+            if not sizes.needs_gradient[index]:
+                continue
+            self.gradients.add(index)
+            if sizes.users[index]:
+                self.bytes += sizes.bytes[index]
+                self._note(self.bytes)
+            else:
+                self.alive.discard(index)
         return self._stage()
 
     def sent(self, index: int) -> Stage:
@@ -88,27 +233,21 @@ class Compiler:
     def _make(self, index: int, dying: Iterable[int], streamed: tuple[int, ...]) -> None:
         """Compute a map and forget those that are not read after it."""
         sizes = self.sizes
-        over = None
-        for source in dying:
-            if source in sizes.can_overwrite_input[index]:
-                over = source
-                break
+        over = next((source for source in dying if source in sizes.can_overwrite_input[index]), None)
         self.instructions.append(Compute(index, over, streamed))
         self.work.append(sizes.work[index])
         scratch = self._workspace(index, streamed).compute
         if over is None:
-            self._grow(sizes.bytes[index], scratch)
+            self.bytes += sizes.bytes[index]
         else:
-            self._grow(0, scratch + sizes.inplace_workspace[index])
-            self.alive.discard(over)
+            scratch += sizes.inplace_workspace[index]
+        self._note(self.bytes + scratch)
         self.alive.add(index)
         for source in dying:
-            if source != over:
+            if source == over:
+                self.alive.discard(source)
+            else:
                 self._free(source)
-
-    def _grow(self, more: int, scratch: int = 0) -> None:
-        self.bytes += more
-        self._note(self.bytes + scratch)
 
     def _note(self, most: int) -> None:
         """Take note of bytes that are there at once."""
@@ -122,19 +261,6 @@ class Compiler:
         self.bytes -= self.sizes.bytes[index]
 
     # Backward
-
-    def _turn(self) -> None:
-        """Count the gradients of the outputs, which are written over them where nothing reads these."""
-        sizes = self.sizes
-        self.instructions.append(BeginBackward())
-        for index in sizes.outputs:
-            if not sizes.needs_gradient[index]:
-                continue
-            self.gradients.add(index)
-            if sizes.users[index]:
-                self._grow(sizes.bytes[index])
-            else:
-                self.alive.discard(index)
 
     def _backward(self, index: int) -> None:
         """Complete the gradient of a map and send it to its sources."""
@@ -160,12 +286,12 @@ class Compiler:
         sizes = self.sizes
         if index in self.alive or not sizes.has_rows[index]:
             self._make_again([index])
-            self.instructions.append(NormBackward(index))
+            self.instructions.append(NormBackward(index, None))
             self._note(self.bytes + sizes.norm_workspace[index])
             return
         streamed = tuple(source for source in sizes.sources[index] if self._can_stream(source))
         self._make_again([source for source in sizes.sources[index] if source not in streamed])
-        self.instructions.append(NormBackwardTiled(index, streamed))
+        self.instructions.append(NormBackward(index, streamed))
         self.work.append(sizes.work[index] + self._streaming_work(streamed))
         self._note(self.bytes + self._workspace(index, streamed).norm_backward_tiled)
 
@@ -200,22 +326,25 @@ class Compiler:
         wanted = [source for source in sizes.sources[index] if sizes.needs_gradient[source]]
         two_pass = self._two_pass_source(index, wanted)
         targets = self._targets(index, wanted, two_pass)
-        before = self.bytes
-        self._hold(targets)
-        if index not in self.trained:
-            self.trained.add(index)
-            self.bytes += sizes.of_weights[index]
         workspace = self._workspace(index, streamed)
         scratch = workspace.backward
         if two_pass is not None:
             scratch = workspace.backward_two_pass
             self.work.append(sizes.work[index] + self._streaming_work(streamed))
             targets.append(Target(two_pass, "map"))
-            self._hold(targets[-1:])
             self.completed.add(two_pass)
-        instruction = Backward if two_pass is None else BackwardTwoPass
-        self.instructions.append(instruction(index, tuple(targets), streamed))
+        self.instructions.append(Backward(index, tuple(targets), streamed, two_pass is not None))
         self.work.append(self._streaming_work(streamed))
+        before = self.bytes
+        for source, place in targets:
+            if place == "map":
+                self.alive.discard(source)
+            elif place == "new":
+                self.bytes += sizes.bytes[source]
+            self.gradients.add(source)
+        if index not in self.trained:
+            self.trained.add(index)
+            self.bytes += sizes.of_weights[index]
         if sizes.is_one_tile[index]:
             scratch += sum(sizes.bytes[source] for source, place in targets if place == "add")
         self._note(max(self.bytes, before) + scratch)
@@ -239,15 +368,6 @@ class Compiler:
                 is_reused = True
             targets.append(Target(source, place))
         return targets
-
-    def _hold(self, targets: Sequence[Target]) -> None:
-        """Count gradients of sources, which lie over their maps or take new bytes."""
-        for source, place in targets:
-            if place == "map":
-                self.alive.discard(source)
-            elif place == "new":
-                self.bytes += self.sizes.bytes[source]
-            self.gradients.add(source)
 
     def _lies_over_map(self, source: int, index: int) -> bool:
         """Return whether the gradient of a source is written over its map."""

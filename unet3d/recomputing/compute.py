@@ -17,7 +17,7 @@ from unet3d.recomputing.graph import Value, derive, has_gradients, names_read
 from unet3d.recomputing.groups import SIZED
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import MapPlan, TilePlan, read_by_gradient
-from unet3d.recomputing.rules import RULES, Gradients, Span, Work, call, gradients_by_autograd, memory_of, rows_of
+from unet3d.recomputing.rules import RULES, Span, Work, call, gradients_by_autograd, memory_of, rows_of, shape_of_rows
 from unet3d.recomputing.state import State
 
 
@@ -137,18 +137,17 @@ class TileRun:
 
     def _add(self, value: Value, span: Span, gradient: RowGradient) -> None:
         """Add to the gradient of a value what one reader of some of its rows gives."""
-        first, end = self.tile.spans[value]
+        axis = self.state.axis
+        whole = self.tile.spans[value]
         known = self.gradients.get(value)
-        if known is None and span == (first, end):
+        if known is None and span == whole:
             self.gradients[value] = gradient
             return
         if known is None:
-            shape = list(value.shape)
-            shape[self.state.axis] = end - first
-            known = RowGradient(gradient.rows.new_zeros(shape), True)
+            known = RowGradient(gradient.rows.new_zeros(shape_of_rows(value, axis, whole)), True)
         elif not known.is_own:
             known = RowGradient(known.rows.clone(), True)
-        rows_of(known.rows, self.state.axis, span, first).add_(gradient.rows)
+        rows_of(known.rows, axis, span, whole[0]).add_(gradient.rows)
         self.gradients[value] = known
 
 
@@ -159,8 +158,8 @@ class Sink:
     Rows that no tile reads get a gradient of zero, completed.
     """
 
-    target: Tensor
     axis: int
+    target: Tensor | None = None  # None until the one tile is there that has all rows
     adds: bool = False  # to the gradients that the target has
     # Adds the part that statistics give to the gradient of raw rows, where the target lies over a normalised map.
     complete: Callable[[Tensor, Tensor], None] | None = None
@@ -170,6 +169,10 @@ class Sink:
     def add(self, first: int, gradient: RowGradient, done: int) -> None:
         """Add rows from `first` on; no later tile adds to those before `done`."""
         rows = gradient.rows
+        if self.target is None:
+            self.target = apart(rows, [] if gradient.is_own else [rows])
+            self.written = rows.shape[self.axis]
+            return
         end = first + rows.shape[self.axis]
         done = min(max(done, first), end)
         if not gradient.is_own and (self.carried is not None or self.complete is not None):
@@ -184,19 +187,15 @@ class Sink:
         if self.adds:
             target.add_(finished)
         else:
-            self._clear(first)
+            self.clear(first)
             target.copy_(finished)
         self.written = done
         if done < end:
             self.carried = rows_of(rows, self.axis, (done, end), first).clone()
 
-    def close(self) -> None:
+    def clear(self, until: int) -> None:
         """Write zeros where nothing was added."""
-        if not self.adds:
-            self._clear(self.target.shape[self.axis])
-
-    def _clear(self, until: int) -> None:
-        if until <= self.written:
+        if self.adds or self.target is None or until <= self.written:
             return
         rows = rows_of(self.target, self.axis, (self.written, until))
         if self.complete is None:
@@ -212,13 +211,12 @@ class Sink:
 def compute_group(map_: Map, sources: Sequence[Tensor], state: State, parts: Sequence[Span]) -> Tensor:
     """Return the result of a group. It may share the memory of a source where it is not made in parts."""
     state = replace(state, weights=_weights(map_, state, bool(parts)))
-    spans: Sequence[Span | None] = parts or [None]
+    if not parts:
+        return _run(map_, sources, state, None)
     result: Tensor | None = None
-    for span in spans:
+    for span in parts:
         of_sources = [_part(map_, source, x, span) for source, x in zip(map_.sources, sources, strict=True)]
         rows = _run(map_, of_sources, state, span)
-        if span is None:
-            return rows
         if result is None:
             result = rows.new_empty(map_.value.shape)
         _part(map_, map_.value, result, span).copy_(rows)
@@ -234,36 +232,37 @@ def gradients_of_group(
     state: State,
     wanted: Sequence[bool],
     parts: Sequence[Span],
-) -> Gradients:
+) -> Sequence[Tensor | None]:
     """Return the sources' gradients, by running the group again; weights' are added to the state."""
     weights = _weights(map_, state, bool(parts))
     for name in map_.weights:
         weights[name] = weights[name].detach().requires_grad_(weights[name].requires_grad)
     trained = {name: weights[name] for name in map_.weights if weights[name].requires_grad}
     inner = replace(state, weights=weights, updated=set(map_.fused))
-    spans: Sequence[Span | None] = parts or [None]
-    totals: list[Tensor | None] = [None for _ in sources]
-    for span in spans:
+
+    def of_part(span: Span | None) -> list[Tensor | None]:
         leaves = []
         for source, x, is_wanted in zip(map_.sources, sources, wanted, strict=True):
             leaf = _part(map_, source, x, span).detach()
             leaves.append(leaf.requires_grad_(is_wanted and has_gradients(leaf.dtype)))
-        of_result = _part(map_, map_.value, gradient, span)
         run = partial(_run, map_, leaves, inner, span)
-        of_leaves = gradients_by_autograd(run, leaves, trained, of_result, state, frees_result=True)
-        if span is None:
-            return of_leaves
-        for index, source in enumerate(map_.sources):
-            of_leaf = of_leaves[index]
-            of_leaves[index] = None
-            if of_leaf is None:
+        of_result = _part(map_, map_.value, gradient, span)
+        return gradients_by_autograd(run, leaves, trained, of_result, state, frees_result=True)
+
+    if not parts:
+        return of_part(None)
+    totals: dict[Value, Tensor] = {}
+    for span in parts:
+        gradients = of_part(span)
+        for source in map_.sources:
+            of_source = gradients.pop(0)
+            if of_source is None:
                 continue
-            total = totals[index]
-            if total is None:
-                total = totals[index] = of_leaf.new_empty(source.shape)
-            _part(map_, source, total, span).copy_(of_leaf)
-            del of_leaf
-    return totals
+            if source not in totals:
+                totals[source] = of_source.new_empty(source.shape)
+            _part(map_, source, totals[source], span).copy_(of_source)
+            del of_source
+    return [totals.get(source) for source in map_.sources]
 
 
 def _weights(map_: Map, state: State, is_in_parts: bool) -> dict[str, Tensor]:

@@ -40,6 +40,11 @@ class Value:
     def __repr__(self) -> str:
         return f"{self.name}: {self.op} {list(self.shape)}"
 
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the type that it has in the graph."""
+        return self.shape.numel() * self.dtype.itemsize
+
     def weights(self) -> list["Weight"]:
         """Return the parameters and buffers among the arguments, once each."""
         return list(dict.fromkeys(leaf for leaf in arguments(self) if isinstance(leaf, Weight)))
@@ -104,6 +109,17 @@ class Graph:
     def is_in(self, dtype: torch.dtype) -> bool:
         """Return whether it was traced in the precision of its passes, so that values have the types of plain's."""
         return any(value.dtype == dtype for value in (self.image, *self.values))
+
+    def expression(self, root: Value, ends: Set[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Return the values from which one is made, and those of `ends` that are read, each in the graph's order."""
+        made = {root}
+        read: set[Value] = set()
+        for value in reversed(self.values):
+            if value in made:
+                read.update(source for source in value.inputs if source in ends)
+                made.update(source for source in value.inputs if source not in ends)
+        values = (self.image, *self.values)
+        return tuple(value for value in values if value in made), tuple(value for value in values if value in read)
 
     def users(self) -> dict[Value, list[Value]]:
         """Return the values that read each value."""
@@ -214,30 +230,28 @@ def derive(steps: Sequence[Derived], known: Mapping[str, Tensor], wanted: Set[st
     """Return the wanted ones of derived tensors; others are forgotten behind their last reader."""
     last_reader: dict[str, Derived] = {}
     for derived in steps:
-        last_reader[derived.name] = derived
-        for name in names_read([derived]):
-            last_reader[name] = derived
+        last_reader |= dict.fromkeys((derived.name, *names_read([derived])), derived)
     results: dict[str, Tensor] = {}
     for derived in steps:
-        names = names_read([derived])
-        weights: dict[Value | Weight, Tensor | None] = {}
-        for leaf in arguments(derived):
-            if isinstance(leaf, Weight):
-                weights[leaf] = results[leaf.name] if leaf.name in results else known[leaf.name]
-        args = [filled(leaf, weights) for leaf in derived.args]
-        kwargs = {name: filled(leaf, weights) for name, leaf in derived.kwargs.items()}
-        result = derived.target(*args, **kwargs)
-        results[derived.name] = result if derived.element is None else result[derived.element]
-        del result
-        for name in (derived.name, *names):
+        weights = {leaf: leaf.name for leaf in arguments(derived) if isinstance(leaf, Weight)}
+        tensors = {weight: results[name] if name in results else known[name] for weight, name in weights.items()}
+        results[derived.name] = carried_out(derived, tensors)
+        tensors.clear()
+        for name in (derived.name, *weights.values()):
             if name in results and last_reader[name] is derived and name not in wanted:
                 del results[name]
-        weights.clear()
-        del args, kwargs
     return results
 
 
-def filled(tree: Any, tensors: Mapping[Value | Weight, Tensor | None]) -> Any:
+def carried_out(operation: Value | Derived, tensors: Mapping[Any, Tensor | None]) -> Any:
+    """Return the result of an operation on these tensors, in the place of its values and weights."""
+    args = [filled(leaf, tensors) for leaf in operation.args]
+    kwargs = {name: filled(leaf, tensors) for name, leaf in operation.kwargs.items()}
+    result = operation.target(*args, **kwargs)
+    return result if operation.element is None else result[operation.element]
+
+
+def filled(tree: Any, tensors: Mapping[Any, Tensor | None]) -> Any:
     """Return arguments with tensors in the place of values and weights."""
     if isinstance(tree, Value | Weight):
         return tensors[tree]

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from unet3d.recomputing.graph import Graph, Value, Weight, arguments, gives_view
+import torch
+
+from unet3d.recomputing.graph import Graph, Value, Weight, arguments, carried_out, gives_view
 from unet3d.recomputing.rules import Rule, Span
 from unet3d.recomputing.rules.pointwise import POINTWISE
 
@@ -23,11 +25,10 @@ SMALL = 8  # bytes of a segment, on either side of a map, to those of the map at
 # How a dimension of a result is found in the arguments of operations.
 MATCHED = {*POINTWISE.split(), "add", "dropout", "leaky_relu", "relu", "sub", "to"}
 SIZED = ("view", "reshape", "_unsafe_view")  # their second argument is the size of the result
-VIEWS = (*SIZED, "flatten", "unflatten")
+OTHER_VIEWS = "chunk flatten permute select slice split transpose unbind unflatten unsqueeze"
 PRODUCTS = ("matmul", "bmm")
 ATTENTION = "scaled_dot_product_attention"
-# The argument that names the dimension that is mixed or cut, and its default.
-NAMED = {"softmax": (1, None), "log_softmax": (1, None), "chunk": (2, 0), "split": (2, 0), "slice": (1, 0)}
+SOFTMAX = ("softmax", "log_softmax")
 Users = Mapping[Value, Sequence[Value]]
 Places = dict[Value | Weight, int]  # a dimension's place in the arguments; weights without it are read as a whole
 
@@ -40,26 +41,28 @@ def grouped_values(graph: Graph, rules: Mapping[Value, Rule | None], users: User
         if rule is None or not rule.is_never_grouped:
             grouped.add(value)
     while True:
-        between = {value for value in grouped if _is_between(value, grouped, users)}
-        stay = {value for value in grouped if rules[value] is None} | between
+        stay = set()
+        for value in grouped:
+            is_behind = all(source in grouped for source in value.inputs)
+            is_between = is_behind and any(reader in grouped for reader in users[value])
+            if is_between or rules[value] is None:
+                stay.add(value)
         if stay == grouped:
             return grouped
         grouped = stay
-
-
-def _is_between(value: Value, grouped: Set[Value], users: Users) -> bool:
-    is_behind = all(source in grouped for source in value.inputs)
-    return is_behind and any(reader in grouped for reader in users[value])
 
 
 def results_of_groups(graph: Graph, grouped: Set[Value], users: Users) -> set[Value]:
     """Return the values that are the results of groups."""
     results = {value for value in graph.outputs if value in grouped}
     _add_shared(graph, grouped, users, results)
+    others = {graph.image, *graph.values} - grouped
     for result in tuple(results):
-        results.update(_cuts(_group(graph, result, grouped, results)))
+        group, _ = graph.expression(result, others | results)
+        results.update(_cuts(group))
     for result in tuple(results):
-        results.update(_part(_group(graph, result, grouped, results), results, users))
+        group, _ = graph.expression(result, others | results)
+        results.update(_part(group, results, users))
     _add_shared(graph, grouped, users, results)
     return results
 
@@ -85,15 +88,6 @@ def _add_shared(graph: Graph, grouped: Set[Value], users: Users, results: set[Va
 def first_of_group(group: Sequence[Value]) -> Value:
     """Return the first value of a group that is no view, by which it is called."""
     return next((value for value in group if not gives_view(value.target)), group[-1])
-
-
-def _group(graph: Graph, result: Value, grouped: Set[Value], results: Set[Value]) -> list[Value]:
-    """Return the values of a group, in the graph's order."""
-    group = {result}
-    for value in reversed(graph.values):
-        if value in group:
-            group.update(source for source in value.inputs if source in grouped and source not in results)
-    return [value for value in graph.values if value in group]
 
 
 def _cuts(group: Sequence[Value]) -> list[Value]:
@@ -142,39 +136,16 @@ def _part(group: Sequence[Value], results: Set[Value], users: Users) -> Set[Valu
         for dimension, length in enumerate(last.shape):
             if length == 1:
                 continue
-            part, before = _part_before(group[: place + 1], dimension, users)
-            saved = sum(_bytes(value) for value in part) - _bytes(last)
-            edges = ({last} | before) - results
-            cost = sum(value.shape.numel() * value.dtype.itemsize for value in edges)
+            parts = along(group[: place + 1], dimension, users)
+            if parts is None:
+                continue
+            saved = sum(_bytes(value) for value in parts.weights) - _bytes(last)
+            edges = ({last} | parts.before) - results
+            cost = sum(value.nbytes for value in edges)
             if saved >= SMALL * cost and saved - cost > most:
                 most = saved - cost
                 cut = edges
     return cut
-
-
-def _part_before(group: Sequence[Value], dimension: int, users: Users) -> tuple[set[Value], set[Value]]:
-    """Return the values through which a dimension of a group's result is followed, and the values before them."""
-    places = {group[-1]: dimension}
-    part: set[Value] = set()
-    before: set[Value] = set()
-    read_elsewhere: set[Value] = set()  # also through views, which are taken anew
-    for value in reversed(group):
-        if value not in places:
-            continue
-        if value is not group[-1] and any(reader not in part for reader in users[value]):
-            read_elsewhere.add(value)
-        of_arguments = follow(value, places[value])
-        is_view = gives_view(value.target)
-        if of_arguments is None or (value in read_elsewhere and not is_view):
-            before.add(value)
-            continue
-        part.add(value)
-        if value in read_elsewhere:
-            read_elsewhere.update(value.inputs)
-        for source, place in of_arguments.items():
-            if isinstance(source, Value) and places.setdefault(source, place) != place:
-                return set(), set()
-    return part, before
 
 
 def _is_sum_of_maps(value: Value) -> bool:
@@ -185,42 +156,51 @@ def _is_sum_of_maps(value: Value) -> bool:
 
 def _bytes(value: Value) -> int:
     """Return the bytes that an operation makes."""
-    if gives_view(value.target):
-        return 0
-    return value.shape.numel() * value.dtype.itemsize
+    return 0 if gives_view(value.target) else value.nbytes
 
 
 @dataclass
 class Along:
-    """The place of a dimension in the values of a group and its sources, and in the weights that each value reads."""
+    """A dimension of a group's result, followed back through the group."""
 
     length: int
-    places: dict[Value, int]
-    weights: dict[Value, dict[Weight, int]] = field(default_factory=dict)
+    places: dict[Value, int]  # of the dimension in values and sources
+    weights: dict[Value, dict[Weight, int]] = field(default_factory=dict)  # its places in the weights that values read
+    before: set[Value] = field(default_factory=set)  # values that it is followed to, and not through
 
 
-def longest(result: Value, group: Sequence[Value]) -> Along | None:
+def longest(group: Sequence[Value], users: Users) -> Along | None:
     """Return the longest dimension along which a group can be carried out in parts; None without one."""
     best = None
-    for dimension, length in enumerate(result.shape):
+    for dimension, length in enumerate(group[-1].shape):
         if length > 1 and (best is None or length > best.length):
-            best = along(result, dimension, group) or best
+            parts = along(group, dimension, users)
+            if parts is not None and not parts.before:
+                best = parts
     return best
 
 
-def along(result: Value, dimension: int, group: Sequence[Value]) -> Along | None:
-    """Return where a dimension of a group's result is in its values; None where they cannot be made in parts."""
-    places = {result: dimension}
-    parts = Along(result.shape[dimension], places)
+def along(group: Sequence[Value], dimension: int, users: Users) -> Along | None:
+    """Follow a dimension of a group's result back; None where a value has it in two places."""
+    result = group[-1]
+    parts = Along(result.shape[dimension], {result: dimension})
+    read_elsewhere: set[Value] = set()  # also through views, which are taken anew
     for value in reversed(group):
-        of_arguments = follow(value, places[value])
-        if of_arguments is None:
-            return None
+        if value not in parts.places:
+            continue
+        if value is not result and any(reader not in parts.weights for reader in users[value]):
+            read_elsewhere.add(value)
+        of_arguments = follow(value, parts.places[value])
+        if of_arguments is None or (value in read_elsewhere and not gives_view(value.target)):
+            parts.before.add(value)
+            continue
+        if value in read_elsewhere:
+            read_elsewhere.update(value.inputs)
         parts.weights[value] = {}
         for leaf, place in of_arguments.items():
             if isinstance(leaf, Weight):
                 parts.weights[value][leaf] = place
-            elif places.setdefault(leaf, place) != place:
+            elif parts.places.setdefault(leaf, place) != place:
                 return None
     return parts
 
@@ -311,40 +291,25 @@ def _in_first(value: Value, dimension: int) -> int | None:
     count = len(value.shape)
     if not isinstance(source, Value):
         return None
-    match value.op:
-        case "linear":
-            return dimension if dimension < count - 1 else None
-        case "layer_norm":
-            return dimension if dimension < count - len(value.args[1]) else None
-        case "transpose":
-            first, second = (int(place) % count for place in value.args[1:3])
-            return {first: second, second: first}.get(dimension, dimension)
-        case "permute":
-            return int(value.args[1][dimension]) % count
-        case "select" | "unbind":
-            selected = int(value.argument(1, 0)) % len(source.shape)
-            return dimension + 1 if dimension >= selected else dimension
-        case "unsqueeze":
-            added = int(value.args[1]) % count
-            return None if dimension == added else dimension - int(dimension > added)
-    if value.op in NAMED:
-        position, default = NAMED[value.op]
-        named = value.argument(position, value.kwargs.get("dim", default))
+    if value.op in SIZED or value.op in OTHER_VIEWS.split():
+        return _in_view(value, source, dimension)
+    if value.op == "linear":
+        return dimension if dimension < count - 1 else None
+    if value.op == "layer_norm":
+        return dimension if dimension < count - len(value.args[1]) else None
+    if value.op in SOFTMAX:
+        named = value.argument(1, value.kwargs.get("dim"))
         return dimension if isinstance(named, int) and named % count != dimension else None
-    return _in_viewed(value, source, dimension)
+    return None
 
 
-def _in_viewed(value: Value, source: Value, dimension: int) -> int | None:
-    """Return the place of a dimension that stays as it was while others are split or joined."""
-    is_of_other_type = value.op in SIZED and not isinstance(value.args[1], tuple)
-    if value.op not in VIEWS or is_of_other_type:
+def _in_view(value: Value, source: Value, dimension: int) -> int | None:
+    """Return the place of a dimension that stays as it is in a view: its numbers lie equally far apart in both."""
+    if value.op in SIZED and not isinstance(value.args[1], tuple):  # a view of another type
         return None
-    if value.op == "unflatten":
-        split = value.args[1] % len(source.shape)
-        if split <= dimension < split + len(value.args[2]):
-            return None
-    before = math.prod(value.shape[:dimension])
+    whole = torch.empty(source.shape, device="meta")
+    view = carried_out(value, {source: whole})
     for place, length in enumerate(source.shape):
-        if math.prod(source.shape[:place]) == before and length == value.shape[dimension]:
+        if length == view.shape[dimension] and whole.stride(place) == view.stride(dimension):
             return place
     return None

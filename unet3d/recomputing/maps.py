@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.recomputing.graph import DROPOUTS, Graph, Steps, Value, Weight, derived_in_groups, leaves, names_read
+from unet3d.recomputing.graph import DROPOUTS, Graph, Steps, Value, Weight, carried_out, derived_in_groups, names_read
 from unet3d.recomputing.groups import SUMS, Along, grouped_values, longest, results_of_groups
 from unet3d.recomputing.nodes import InPrecision
 from unet3d.recomputing.rules import RULES, TRACKING, Rule
@@ -26,23 +26,16 @@ TRAFFIC = 40  # multiplications and additions that take as long as to read and w
 def _operations_without_rule(value: Value) -> int:
     """Return the multiplications and additions of an operation: torch counts its FLOPs on tensors without data."""
     counter = FlopCounterMode(display=False)
-
-    def fill(tree: object) -> object:
-        if isinstance(tree, tuple):
-            return [fill(leaf) for leaf in tree]
-        if hasattr(tree, "shape"):
-            dtype = tree.dtype if isinstance(tree, Value) else torch.float32
-            return torch.empty(tree.shape, dtype=dtype, device="meta")
-        return tree
-
+    tensors = {}
+    for leaf in (*value.inputs, *value.weights()):
+        dtype = leaf.dtype if isinstance(leaf, Value) else torch.float32
+        tensors[leaf] = torch.empty(leaf.shape, dtype=dtype, device="meta")
     try:
-        args = [fill(leaf) for leaf in value.args]
-        kwargs = {name: fill(leaf) for name, leaf in value.kwargs.items()}
         with counter:
-            value.target(*args, **kwargs)
-        return counter.get_total_flops() // 2
+            carried_out(value, tensors)
     except (RuntimeError, NotImplementedError, TypeError):  # not on meta
         return 0
+    return int(counter.get_total_flops()) // 2
 
 
 @dataclass(eq=False, repr=False)
@@ -138,16 +131,13 @@ class Maps:
     @cached_property
     def weights_read_again(self) -> list[str]:
         """Names of the weights that backward reads: all but statistics that a normalisation only updates."""
-        updated = set()
-        read = set()
+        updated: set[str] = set()
+        read: set[str] = set()
         for value in self.graph.values:
-            is_updating = value.op in TRACKING and bool(value.argument(5))
-            for position, argument in enumerate(value.args):
-                names = {leaf.name for leaf in leaves((argument,)) if isinstance(leaf, Weight)}
-                if is_updating and position in (3, 4):
-                    updated |= names
-                else:
-                    read |= names
+            statistics = value.args[3:5] if value.op in TRACKING and value.argument(5) else ()
+            for weight in value.weights():
+                names = updated if weight in statistics else read
+                names.add(weight.name)
         return [name for name in self.weights if name in read or name not in updated]
 
     def streaming(self, map_: Map, streamed: frozenset[Value]) -> Map:
@@ -226,7 +216,7 @@ class Maps:
         if rule is None:
             names = map_.names_read
             map_.derived = tuple(steps for steps in self.derived_within if any(step.name in names for step in steps))
-            map_.along = longest(value, map_.fused)
+            map_.along = longest(map_.fused, self.users)
         return map_
 
     def _norms(self, value: Value) -> tuple[Value, ...]:
@@ -235,21 +225,8 @@ class Maps:
         return tuple(user for user, rule in rules.items() if rule is not None and rule.takes_statistics)
 
     def _expression(self, root: Value, streamed: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        """Return the fused values from which a map is made, and the maps, each in the graph's order."""
-        fused = {root}
-        sources: set[Value] = set()
-        waiting = [root]
-        while waiting:
-            for source in waiting.pop().inputs:
-                is_map = source in self.stored or source is self.graph.image
-                if is_map and source not in streamed:
-                    sources.add(source)
-                elif source not in fused:
-                    fused.add(source)
-                    waiting.append(source)
-        order = [value for value in self.graph.values if value in fused]
-        of_maps = [value for value in (self.graph.image, *self.graph.values) if value in sources]
-        return tuple(order), tuple(of_maps)
+        """Return the fused values from which a map is made, and the maps."""
+        return self.graph.expression(root, (self.stored | {self.graph.image}) - streamed)
 
 
 def _rule_of(value: Value, axis: int) -> Rule | None:

@@ -100,10 +100,21 @@ def _best(schedules: Sequence[Schedule], most_work: float, worth: float) -> Sche
 
 
 def work_line(program: Program) -> str:
-    """Return the work of a program, and which operations have no rule."""
+    """Return the work of a program, and which operations have no rule: not those of few numbers, which cost nothing."""
     percent = round(100 * (program.schedule.work - 1))
     work = f"{percent} % more forward work" if percent > 0 else "no more forward work"
-    return f"{work}{_without_rule(program)}"
+    largest = max(value.shape.numel() for value in program.maps.graph.values)
+    whole: dict[str, None] = {}
+    for map_ in program.maps.whole:
+        if FEW * max(value.shape.numel() for value in (*map_.fused, *map_.sources)) < largest:
+            continue
+        value = first_of_group(map_.fused)
+        whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
+    if not whole:
+        return work
+    first = ", ".join(list(whole)[:3])
+    more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
+    return f"{work}; checkpointed as a whole (correct, saves less): {first}{more}"
 
 
 def describe(program: Program, plan: str, held: int = 0) -> str:
@@ -128,19 +139,3 @@ def describe(program: Program, plan: str, held: int = 0) -> str:
     if plan == "lean" and program.by(smallest(program.schedules)).saves_memory:
         return f"{line}; plan='tiles' would need less"
     return line
-
-
-def _without_rule(program: Program) -> str:
-    """Return which operations have no rule, as the end of a line; not those of few numbers, which cost nothing."""
-    largest = max(value.shape.numel() for value in program.maps.graph.values)
-    whole: dict[str, None] = {}
-    for map_ in program.maps.whole:
-        if FEW * max(value.shape.numel() for value in (*map_.fused, *map_.sources)) < largest:
-            continue
-        value = first_of_group(map_.fused)
-        whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
-    if not whole:
-        return ""
-    first = ", ".join(list(whole)[:3])
-    more = f" and {len(whole) - 3} others" if len(whole) > 3 else ""
-    return f"; checkpointed as a whole (correct, saves less): {first}{more}"

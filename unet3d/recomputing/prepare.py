@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
+from unet3d.recomputing.compiler import Sizes
 from unet3d.recomputing.function import tensors_of
 from unet3d.recomputing.graph import Graph, Value, drawn_bytes, has_gradients, trained_names
-from unet3d.recomputing.instructions import Sizes
 from unet3d.recomputing.maps import Map, Maps, bytes_of
 from unet3d.recomputing.program import Program, TilePlan, Traced, reads_back, reads_far_back, waiting_numbers
 from unet3d.recomputing.readable import Code, code_of, snapshot

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from unet3d.recomputing import search
+from unet3d.recomputing.compiler import Sizes
 from unet3d.recomputing.graph import DROPOUTS, Value
 from unet3d.recomputing.groups import spans
-from unet3d.recomputing.instructions import Sizes
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.readable import Code
 from unet3d.recomputing.rules import RULES, Span, Tile

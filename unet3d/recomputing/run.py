@@ -8,23 +8,22 @@ import torch
 from torch import Tensor
 
 from unet3d.recomputing import state as of_pass
-from unet3d.recomputing.compute import RowGradient, Sink, TileRun, apart, compute_group, gradients_of_group
-from unet3d.recomputing.graph import Value
-from unet3d.recomputing.instructions import (
+from unet3d.recomputing.compiler import (
     Backward,
-    BackwardTwoPass,
     BeginBackward,
     Compute,
     Instruction,
     NormBackward,
-    NormBackwardTiled,
     Place,
     Release,
     Target,
 )
+from unet3d.recomputing.compute import RowGradient, Sink, TileRun, apart, compute_group, gradients_of_group
+from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import MapPlan, Program, TilePlan, reads_back
-from unet3d.recomputing.rules import Span, memory_of, normalisation, rows_of
+from unet3d.recomputing.rules import memory_of, rows_of, shape_of_rows
+from unet3d.recomputing.rules.normalisation import Norm, take_statistics
 from unet3d.recomputing.state import State
 
 
@@ -104,14 +103,11 @@ class Executor:
             match instruction:
                 case Compute(_, inplace_on, streamed):
                     self._compute(map_, inplace_on, self._values(streamed))
-                case NormBackward():
-                    self._norm_backward(map_)
-                case NormBackwardTiled(_, streamed):
-                    self._norm_backward(map_, self.program.plan(map_, self._values(streamed)))
-                case Backward(_, targets, streamed):
-                    self._backward(map_, targets, self._values(streamed))
-                case BackwardTwoPass(_, targets, streamed):
-                    self._backward(map_, targets, self._values(streamed), is_two_pass=True)
+                case NormBackward(_, streamed):
+                    plan = None if streamed is None else self.program.plan(map_, self._values(streamed))
+                    self._norm_backward(map_, plan)
+                case Backward(_, targets, streamed, is_two_pass):
+                    self._backward(map_, targets, self._values(streamed), is_two_pass)
             self.state.forget_prepared()
 
     def _values(self, indices: Sequence[int]) -> tuple[Value, ...]:
@@ -133,7 +129,7 @@ class Executor:
                 del self.maps[source]
         for norm in map_.norms:
             if norm not in self.state.statistics:
-                normalisation.take_statistics(norm, self.maps[value], self.state)
+                take_statistics(norm, self.maps[value], self.state)
 
     def _compute_tiled(self, plan: MapPlan, inplace_on: Value | None) -> Tensor:
         """Return a map; `inplace_on`: the source in whose memory it may lie."""
@@ -143,7 +139,7 @@ class Executor:
             target = self.maps[inplace_on]
             waits = reads_back(plan.tiles, inplace_on)
         else:  # A group's result, as float32 in half precision, has no place for the map.
-            target = torch.empty(plan.map.value.shape, dtype=self.state.dtype, device=self.device)
+            target = self._empty(plan.map.value.shape)
             waits = False
         waiting: list[tuple[Tensor, Tensor]] = []  # rows that are written once the tile behind them is made
         for tile in plan.tiles:
@@ -175,7 +171,7 @@ class Executor:
 
     def _close_sums(self, map_: Map) -> None:
         for norm in map_.norms:
-            normalisation.close_sums(norm, self.state)
+            Norm(norm, self.state).close_sums()
 
     def _complete(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
         """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
@@ -185,7 +181,7 @@ class Executor:
         for first in range(0, length, count):
             span = (first, min(first + count, length))
             for norm in map_.norms:
-                normalisation.complete(norm, rows_of(raw, axis, span), rows_of(gradient, axis, span), self.state)
+                Norm(norm, self.state).complete(rows_of(raw, axis, span), rows_of(gradient, axis, span))
 
     def _backward(
         self,
@@ -200,11 +196,18 @@ class Executor:
         map, completed.
         """
         gradient = self.gradients.pop(map_.value)
-        places = self._places(map_, targets)
-        may_overwrite = map_.value not in self.memory_of_outputs
+        places = {self.by_index[source].value: place for source, place in targets}
+        image = self.program.maps.graph.image
+        if image in self.program.wanted and image in map_.sources:  # which schedules do not know
+            places[image] = "new" if self.gradients.get(image) is None else "add"
         if gradient is None:
-            self._send_nothing(places)
+            for value, place in places.items():
+                if place != "add":
+                    self.gradients[value] = None
+                if place == "map":
+                    self.maps.pop(value, None)
             return
+        may_overwrite = map_.value not in self.memory_of_outputs
         if map_.rule is None:
             self._send_group(map_, gradient, places)
         elif is_two_pass:
@@ -222,21 +225,6 @@ class Executor:
         if self.memory_of_outputs.get(map_.value) == memory_of(gradient):
             # A loss wrote the gradient over the output: autograd holds it until backward ends.
             gradient.data = gradient.new_empty(0)
-
-    def _places(self, map_: Map, targets: Sequence[Target]) -> dict[Value, Place]:
-        """Return the places of the sources' gradients, also of the image's, which schedules do not know."""
-        places = {self.by_index[source].value: place for source, place in targets}
-        image = self.program.maps.graph.image
-        if image in self.program.wanted and image in map_.sources:
-            places[image] = "new" if self.gradients.get(image) is None else "add"
-        return places
-
-    def _send_nothing(self, places: Mapping[Value, Place]) -> None:
-        for value, place in places.items():
-            if place == "map":
-                self.maps.pop(value, None)
-            if place != "add":
-                self.gradients[value] = None
 
     def _send_group(self, map_: Map, gradient: Tensor, places: Mapping[Value, Place]) -> None:
         sources = [self.maps[source] for source in map_.sources]
@@ -266,55 +254,46 @@ class Executor:
         completed: Map | None = None,
     ) -> None:
         """Send a gradient by tiles; `completed`: a source whose gradient also gets its statistics' part."""
+        axis = self.state.axis
         # The gradients of a sum's terms may all be rows of the gradient: what is written over it comes last.
-        sinks: dict[Value, Sink | None] = {}
+        sinks: dict[Value, Sink] = {}
         for value in sorted(places, key=lambda value: places[value] == "gradient"):
-            sink = self._sink(plan, value, places[value], gradient)
-            if sink is not None and completed is not None and places[value] == "map":
-                sink.complete = partial(self._complete, completed)
-            sinks[value] = sink
+            sinks[value] = self._sink(plan, value, places[value], gradient)
+            if completed is not None and places[value] == "map":
+                sinks[value].complete = partial(self._complete, completed)
         for tile, following in zip_longest(plan.tiles, plan.tiles[1:]):
-            rows = rows_of(gradient, self.state.axis, tile.span)
+            rows = rows_of(gradient, axis, tile.span)
             sent = TileRun(plan, tile, self.maps, self.state).send(rows, may_overwrite, sinks)
             self.state.close_tile()
             del rows
             for value, sink in sinks.items():
-                span = tile.spans[value]
-                done = span[1] if following is None else following.spans[value][0]
-                self._collect(value, sink, sent.get(value), span, done)
+                first, end = tile.spans[value]
+                if value not in sent:
+                    zeros = self._empty(shape_of_rows(value, axis, (first, end))).zero_()
+                    sent[value] = RowGradient(zeros, True)
+                    del zeros
+                sink.add(first, sent[value], end if following is None else following.spans[value][0])
             sent.clear()  # before the next tile's rows are made
         for value, sink in sinks.items():
-            if sink is not None:
-                sink.close()
-                self.gradients[value] = sink.target
+            sink.clear(value.shape[axis])
+            self.gradients[value] = sink.target
             if places[value] == "map":
                 self.maps.pop(value, None)
 
-    def _sink(self, plan: MapPlan, value: Value, place: Place, gradient: Tensor) -> Sink | None:
-        """Return where the gradient of a source is collected; None where one tile has all of it."""
+    def _sink(self, plan: MapPlan, value: Value, place: Place, gradient: Tensor) -> Sink:
+        """Return where the gradient of a source is collected."""
         axis = self.state.axis
         known = self.gradients.get(value) if place == "add" else None
         if known is not None:
-            return Sink(known, axis, adds=True)
+            return Sink(axis, known, adds=True)
         if len(plan.tiles) == 1 and plan.tiles[0].spans[value] == (0, value.shape[axis]):
-            return None
+            return Sink(axis)
         if place == "gradient":
-            return Sink(gradient, axis)
-        if place == "map":
-            return Sink(self.maps[value], axis)
-        return Sink(torch.empty(value.shape, dtype=self.state.dtype, device=self.device), axis)
+            return Sink(axis, gradient)
+        return Sink(axis, self.maps[value] if place == "map" else self._empty(value.shape))
 
-    def _collect(self, value: Value, sink: Sink | None, sent: RowGradient | None, span: Span, done: int) -> None:
-        """Write or keep the gradient that a tile sends to rows of a source; later tiles add to those from `done` on."""
-        low, high = span
-        if sent is None:
-            shape = list(value.shape)
-            shape[self.state.axis] = high - low
-            sent = RowGradient(torch.zeros(shape, dtype=self.state.dtype, device=self.device), True)
-        if sink is not None:
-            sink.add(low, sent, done)
-        else:
-            self.gradients[value] = apart(sent.rows, [] if sent.is_own else [sent.rows])
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape, dtype=self.state.dtype, device=self.device)
 
     def _precision(self) -> torch.autocast:
         """Return the context in which groups run, in the precision of the pass.

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unet3d.recomputing.compiler import Compiler
-from unet3d.recomputing.instructions import NOTHING, Instruction, Liveness, Sizes, Stage, indices_of, mask_of
+from unet3d.recomputing.compiler import NOTHING, Compiler, Instruction, Liveness, Sizes, Stage, indices_of, mask_of
 
 Keep = Iterable[Set[int]]  # a table
 Masks = Sequence[int]  # the same, bit i for map i

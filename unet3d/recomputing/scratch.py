@@ -1,7 +1,7 @@
 """Bytes beside maps and gradients while an instruction runs, measured on tensors without data.
 
 Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
-like the second. Only `BackwardTwoPass` runs all tiles. What the network's own pass needs, `plain_bytes` measures.
+like the second. `Backward` in two passes alone runs all tiles. `plain_bytes` measures the network's own pass.
 """
 
 import random
@@ -20,11 +20,10 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.recomputing import fake_kernels, workspaces
-from unet3d.recomputing.compiler import TWO_PASS_WORK
+from unet3d.recomputing.compiler import TWO_PASS_WORK, Target, Workspace
 from unet3d.recomputing.fake_kernels import GradientSums
 from unet3d.recomputing.function import derived_tensors, tensors_of
 from unet3d.recomputing.graph import Value
-from unet3d.recomputing.instructions import Target, Workspace
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import MapPlan, Program
 from unet3d.recomputing.run import Executor

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from unet3d.base import signals
 from unet3d.base.process import collector_resting
-from unet3d.recomputing.instructions import Sizes, indices_of, mask_of
+from unet3d.recomputing.compiler import Sizes, indices_of, mask_of
 from unet3d.recomputing.schedule import Cost, Schedule, StageCache
 
 Table = list[int]  # for each stage, the maps that stay after it, bit i for map i

@@ -87,11 +87,12 @@ def weight_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor) -> in
 
 
 def _uses_tensor_cores(image: Tensor) -> bool:
-    return image.dtype in HALF or (image.dtype == torch.float32 and _may_use_tf32())
+    """Return whether a type is half precision, or float32 where torch lets cuDNN's convolutions use TF32.
 
-
-def _may_use_tf32() -> bool:
-    """Return whether torch lets cuDNN's convolutions of float32 use TF32; "none" means what holds for all of cuDNN."""
+    "none" means what holds for all of cuDNN.
+    """
+    if image.dtype != torch.float32:
+        return image.dtype in HALF
     backends: Any = torch.backends
     cudnn = backends.cudnn
     precisions = (cudnn.conv.fp32_precision, cudnn.fp32_precision, backends.fp32_precision)

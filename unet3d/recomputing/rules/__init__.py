@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from unet3d.recomputing.graph import DROPOUTS, Value, Weight, filled
+from unet3d.recomputing.graph import DROPOUTS, Value, Weight, carried_out
 from unet3d.recomputing.state import State
 
 TRACKING = ("batch_norm", "instance_norm")  # their fourth and fifth arguments are running statistics, or None
@@ -74,9 +74,21 @@ class Rule:
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         """Return the gradients of the inputs' rows; gradients of weights are added to the state.
 
-        `known`: the inputs, or the result alone, as `reads` says; what is popped from it is released.
+        `known`: the inputs, or the result alone, as `reads` says; what is popped from it is released. Here, the
+        operation runs again under autograd.
         """
-        return _gradients_of_call(work, known, gradient)
+        value, _, state, *_ = work
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in known]
+        weights = {weight.name: state.weights[weight.name] for weight in value.weights()}
+        trained = {w.name: weights[w.name].detach().requires_grad_() for w in value.weights() if state.wants(w)}
+
+        def run() -> Tensor:
+            converted = {name: weight.to(state.dtype) for name, weight in trained.items()}
+            return call(value, leaves, State(state.axis, state.dtype, weights | converted, updated={value}))
+
+        gradients = gradients_by_autograd(run, leaves, trained, gradient, state)
+        # Others may be added to these in place; that of a sum is one number, expanded.
+        return [g if g is None or 0 not in g.stride() else g.contiguous() for g in gradients]
 
     def operations(self, value: Value) -> int:
         """Return the multiplications and additions of the whole map; 0 where they take no longer than its memory."""
@@ -102,31 +114,11 @@ def call(value: Value, inputs: Sequence[Tensor], state: State, keeps_types: bool
         if value in state.updated:  # Running statistics are updated when it is made first, and copies from then on.
             tensors |= {weight: tensors[weight].clone() for weight in value.args[3:5] if weight is not None}
         state.updated.add(value)
-    kwargs = {name: filled(leaf, tensors) for name, leaf in value.kwargs.items()}
-    args = [filled(leaf, tensors) for leaf in value.args]
-    result = value.target(*args, **kwargs)
-    if value.element is not None:
-        result = result[value.element]
+    result = carried_out(value, tensors)
     assert isinstance(result, Tensor)
     if keeps_types or not result.is_floating_point():
         return result
     return result.to(state.dtype)
-
-
-def _gradients_of_call(work: Work, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
-    """Return the inputs' gradients by running the operation again under autograd; weights' are added to the state."""
-    value, _, state, *_ = work
-    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    weights = {weight.name: state.weights[weight.name] for weight in value.weights()}
-    trained = {w.name: weights[w.name].detach().requires_grad_() for w in value.weights() if state.wants(w)}
-
-    def run() -> Tensor:
-        converted = {name: weight.to(state.dtype) for name, weight in trained.items()}
-        return call(value, leaves, State(state.axis, state.dtype, weights | converted, updated={value}))
-
-    gradients = gradients_by_autograd(run, leaves, trained, gradient, state)
-    # Others may be added to these in place; that of a sum is one number, expanded.
-    return [g if g is None or 0 not in g.stride() else g.contiguous() for g in gradients]
 
 
 def gradients_by_autograd(
@@ -183,6 +175,14 @@ def rows_of(tensor: Tensor, axis: int, span: Span, first: int = 0) -> Tensor:
     if low == first and high - low == tensor.shape[axis]:
         return tensor
     return tensor.narrow(axis, low - first, high - low)
+
+
+def shape_of_rows(value: Value, axis: int, span: Span) -> list[int]:
+    """Return the shape of some rows of a value."""
+    first, end = span
+    shape = list(value.shape)
+    shape[axis] = end - first
+    return shape
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ convolves two images, however small: few rows of one image are convolved as two 
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,25 +15,19 @@ from unet3d.model.half_precision import ONEDNN
 from unet3d.recomputing.graph import Value, Weight
 from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, rows_of, rule
 
-Three = tuple[int, int, int]
+Three = tuple[int, ...]  # a number for each axis D H W
 
 
 class AxisSettings(NamedTuple):
     """The arguments of a convolution along one axis."""
 
-    kernel: int
     stride: int
     padding: int
-    dilation: int
-
-    @property
-    def reach(self) -> int:
-        """Number of rows from the kernel's first to its last."""
-        return self.dilation * (self.kernel - 1) + 1
+    reach: int  # rows from the kernel's first to its last
 
 
 class ConvolutionSettings(NamedTuple):
-    """The arguments of a convolution, one number for each axis D H W."""
+    """The arguments of a convolution."""
 
     weight: Weight
     bias: Weight | None
@@ -43,11 +37,17 @@ class ConvolutionSettings(NamedTuple):
     dilation: Three
     groups: int
     output_padding: Three
+    is_transposed: bool
+
+    def of_tile(self, tile: "TileInput") -> tuple[Any, ...]:
+        """Return the arguments with which torch's kernels are called."""
+        return self.stride, tile.padding, self.dilation, self.is_transposed, tile.output_padding, self.groups
 
     def along(self, axis: int) -> AxisSettings:
         """Return the arguments along an axis of N C D H W."""
-        of_axes = (self.kernel, self.stride, self.padding, self.dilation)
-        return AxisSettings(*(numbers[axis - 2] for numbers in of_axes))
+        place = axis - 2
+        reach = self.dilation[place] * (self.kernel[place] - 1) + 1
+        return AxisSettings(self.stride[place], self.padding[place], reach)
 
 
 def settings_of(value: Value) -> ConvolutionSettings:
@@ -63,16 +63,14 @@ def settings_of(value: Value) -> ConvolutionSettings:
         dilation=three(value.argument(7 if is_transposed else 5, 1)),
         groups=value.argument(6, 1),
         output_padding=three(value.argument(5, 0) if is_transposed else 0),
+        is_transposed=is_transposed,
     )
 
 
 def three(numbers: int | Sequence[int]) -> Three:
     """Return one number for each axis D H W."""
-    if isinstance(numbers, int):
-        return (numbers, numbers, numbers)
-    if len(numbers) == 1:
-        return (numbers[0], numbers[0], numbers[0])
-    return (numbers[0], numbers[1], numbers[2])
+    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return 3 * numbers if len(numbers) == 1 else numbers
 
 
 FEWEST_CHANNELS = 4  # of the input: of fewer torch's own kernel is not slower
@@ -156,17 +154,7 @@ class AnyConvolution(Rule):
         weight = state.weight(settings.weight)
         bias = None if settings.bias is None else state.weight(settings.bias)
         tile = self.tile_input(work, inputs[0])
-        result: Tensor = torch.ops.aten.convolution(
-            tile.rows,
-            weight,
-            bias,
-            settings.stride,
-            tile.padding,
-            settings.dilation,
-            work.value.op == "conv_transpose3d",
-            tile.output_padding,
-            settings.groups,
-        )
+        result: Tensor = torch.ops.aten.convolution(tile.rows, weight, bias, *settings.of_tile(tile))
         if tile.halves is not None:
             return tile.halves.result(result)
         return rows_of(result, state.axis, (tile.before, tile.before + work.tile.rows))
@@ -176,9 +164,8 @@ class AnyConvolution(Rule):
         settings = settings_of(value)
         length = known[0].shape[state.axis]
         tile = self.tile_input(work, known.pop())  # The copy with padding alone is alive.
-        halves = tile.halves
-        if halves is not None:
-            gradient = halves.result_images(gradient)
+        if tile.halves is not None:
+            gradient = tile.halves.result_images(gradient)
         if tile.before or tile.behind:
             gradient = pad_along(gradient, state.axis, tile.before, tile.behind)
         of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
@@ -186,18 +173,13 @@ class AnyConvolution(Rule):
             tile.rows,
             state.weight(settings.weight),
             None if settings.bias is None else [value.shape[1]],
-            settings.stride,
-            tile.padding,
-            settings.dilation,
-            value.op == "conv_transpose3d",
-            tile.output_padding,
-            settings.groups,
+            *settings.of_tile(tile),
             [work.wanted[0], state.wants(settings.weight), state.wants(settings.bias)],
         )
         state.add_gradient(settings.weight, of_weight)
         state.add_gradient(settings.bias, of_bias)
-        if of_input is not None and halves is not None:
-            of_input = halves.input_gradient(of_input)
+        if of_input is not None and tile.halves is not None:
+            of_input = tile.halves.input_gradient(of_input)
         if of_input is not None and of_input.shape[state.axis] != length:
             of_input = of_input.narrow(state.axis, tile.zeros, length)
         return [of_input]

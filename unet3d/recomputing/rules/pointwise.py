@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.recomputing.graph import DROPOUTS, Value, Weight
-from unet3d.recomputing.rules import Gradients, Rule, Span, Work, dropout_factor, pad_along, rule
+from unet3d.recomputing.rules import Gradients, Rule, Span, Work, dropout_factor, pad_along, rule, shape_of_rows
 from unet3d.recomputing.state import State
 
 OF_TWO = ("add", "div", "mul", "pow", "sub")  # operations that match the shapes of two arguments
@@ -139,10 +139,8 @@ class Sum(Pointwise):
                     of_weight = of_weight.clone()
                 work.state.add_gradient(term, of_weight)
                 continue
-            low, high = work.tile.inputs[value.inputs.index(term)]
-            size = list(term.shape)
-            size[work.state.axis] = high - low
-            of_term = of_term.sum_to_size(size)
+            span = work.tile.inputs[value.inputs.index(term)]
+            of_term = of_term.sum_to_size(shape_of_rows(term, work.state.axis, span))
             totals[term] = totals[term] + of_term if term in totals else of_term
         return [totals.get(source) for source in value.inputs]
 

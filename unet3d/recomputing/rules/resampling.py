@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unet3d.recomputing.graph import Graph, Value, leaves
 from unet3d.recomputing.nodes import InPrecision
-from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, rule
+from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, rule, shape_of_rows
 from unet3d.recomputing.rules.convolution import three
 
 
@@ -60,10 +60,9 @@ class AveragePool(Pool):
             rows = rows.float()
         settings = value.args[1:]
         kernel = three(value.argument(1))
-        count = rows.shape[axis]
         # The last window of ceil_mode alone: torch takes none with more rows than there are.
-        if count < kernel[axis - 2]:
-            cut = (*kernel[: axis - 2], count, *kernel[axis - 1 :])
+        if rows.shape[axis] < kernel[axis - 2]:
+            cut = (*kernel[: axis - 2], rows.shape[axis], *kernel[axis - 1 :])
             settings = (cut, cut, *settings[2:])
         result: Tensor = value.target(rows, *settings)
         return result
@@ -113,9 +112,7 @@ class Interpolation(Rule):
         behind = size[axis - 2] - before - work.tile.rows
         if before or behind:
             gradient = pad_along(gradient, axis, before, behind)
-        source = list(work.value.inputs[0].shape)
-        low, high = work.tile.inputs[0]
-        source[axis] = high - low
+        source = shape_of_rows(work.value.inputs[0], axis, work.tile.inputs[0])
         if work.value.op == "upsample_nearest3d":
             return [torch.ops.aten.upsample_nearest3d_backward(gradient, size, source)]
         return [torch.ops.aten.upsample_trilinear3d_backward(gradient, size, source, False, *factors)]
@@ -160,9 +157,7 @@ class OfEachRow(Rule):
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         (source,) = work.value.inputs
-        low, high = work.tile.inputs[0]
-        size = list(source.shape)
-        size[work.state.axis] = high - low
+        size = shape_of_rows(source, work.state.axis, work.tile.inputs[0])
         if work.value.op.startswith("mean"):
             gradient = gradient * (work.value.shape.numel() / source.shape.numel())
         return [gradient.expand(size).contiguous()]
