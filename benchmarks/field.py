@@ -33,8 +33,8 @@ from torch import nn
 from unet3d.base.types import mib
 from unet3d.memory import any_network
 from unet3d.recomputing.module import Recomputed, schedules_of
-from unet3d.recomputing.plans import by_plan
 from unet3d.recomputing.prepare import has_larger_tiles
+from unet3d.recomputing.program import by_plan
 from unet3d.training.policy import MemoryPolicy
 
 PLANS = ("plain", "lean", "tiles")

@@ -24,7 +24,7 @@ from unet3d.data.scan import read_grid
 from unet3d.data.splits import split
 from unet3d.model.architecture import levels_of
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing.plans import PLAIN, Technique
+from unet3d.recomputing.program import PLAIN, Technique
 from unet3d.training.inference import Predictor
 from unet3d.training.losses import CUDA_CHUNK, LOSSES, LossOptions, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy, amp_dtype

@@ -15,7 +15,7 @@ from unet3d.config import compose
 from unet3d.memory.allocator import EMPTY_CACHE, Allocator, Pool, Settings, read_settings, replay
 from unet3d.memory.ledger import most_held
 from unet3d.memory.simulate import simulate
-from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.program import Technique
 
 DEFAULT, EXPANDABLE = Settings(), Settings(expandable=True)
 KINDS = {

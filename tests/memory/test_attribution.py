@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unet3d.memory.ledger import ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import state
-from unet3d.recomputing.plans import by_plan
 from unet3d.recomputing.prepare import prepare
+from unet3d.recomputing.program import by_plan
 from unet3d.training.policy import MemoryPolicy
 
 Network = Callable[..., UNet3D]

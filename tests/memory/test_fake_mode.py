@@ -13,7 +13,7 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.memory.simulate import simulate
-from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.program import Technique
 from unet3d.training import optim
 from unet3d.training.step import train_step
 

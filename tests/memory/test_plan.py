@@ -36,7 +36,7 @@ from unet3d.memory.remedies import (
 )
 from unet3d.memory.simulate import validation_peak
 from unet3d.memory.technique import step_peak
-from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.program import Technique
 
 WORDS = (
     *("model=unet_tiny", "model.features=[8,16]", "data.patch=[4,16,16]", "batch=2", "model.norm=none"),

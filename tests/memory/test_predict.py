@@ -21,7 +21,7 @@ from unet3d.memory.prediction import MemoryEstimate, preflight
 from unet3d.memory.remedies import resized
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique, step_peak
-from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.program import Technique
 from unet3d.training import optim
 from unet3d.training.step import train_step
 

@@ -32,10 +32,9 @@ from unet3d.memory.technique import (
     some_schedules,
     step_peak,
 )
-from unet3d.recomputing import plans
-from unet3d.recomputing.plans import PLAIN as NOTHING
-from unet3d.recomputing.plans import by_plan, least_memory
 from unet3d.recomputing.prepare import retraced
+from unet3d.recomputing.program import PLAIN as NOTHING
+from unet3d.recomputing.program import by_plan, least_memory
 from unet3d.training.policy import MemoryPolicy
 
 SMALL = ("model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,16,24]", "batch=1")
@@ -54,7 +53,8 @@ def peak_of(*overrides: str) -> int:
 
 
 def test_auto_goes_below_tiles_where_a_schedule_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "WORTH_FOR_TILES", 5.0)  # so that tiles of this small network stops before
+    # So that tiles of this small network stops before.
+    monkeypatch.setattr("unet3d.recomputing.program.WORTH_FOR_TILES", 5.0)
     asked = config()
     program = prepared(asked, asked.model)
     least = least_memory(program.schedules)

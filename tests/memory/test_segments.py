@@ -24,7 +24,7 @@ from unet3d.memory.technique import (
     profile_stages,
     ranking_peak,
 )
-from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.program import Technique
 
 SMALL = ("model=unet_tiny", "model.features=[8,16]", *PLAIN)  # 4 stages
 DEEP = ("model=unet_tiny", "amp=true", "model.norm=batch", *PLAIN)  # 6 stages

@@ -17,9 +17,8 @@ from unet3d.base.errors import UserError
 from unet3d.recomputing import search
 from unet3d.recomputing.compiler import NOTHING, Compiler, Instruction, Sizes, Stage, indices_of, mask_of
 from unet3d.recomputing.module import Recomputed, recompute, schedules_of
-from unet3d.recomputing.plans import by_plan, leanest, least_bytes, smallest
 from unet3d.recomputing.prepare import prepare
-from unet3d.recomputing.program import Program
+from unet3d.recomputing.program import Program, by_plan, leanest, least_bytes, smallest
 from unet3d.recomputing.schedule import Schedule, StageCache, compile_schedule
 from unet3d.recomputing.scratch import plain_bytes
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing.module import Recomputed, recompute, schedules_of
-from unet3d.recomputing.plans import describe
+from unet3d.recomputing.program import describe
 from unet3d.recomputing.trace import cannot_take
 
 IMAGE = (1, 1, 9, 6, 5)

@@ -22,7 +22,7 @@ from unet3d.memory.ledger import Ledger, most_held
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import prepare, workspaces
 from unet3d.recomputing.module import Plan, Recomputed, schedules_of
-from unet3d.recomputing.plans import by_plan
+from unet3d.recomputing.program import by_plan
 from unet3d.recomputing.rules import normalisation
 from unet3d.recomputing.scratch import plain_bytes
 from unet3d.training.losses import SegmentationLoss, dice_ce

@@ -18,7 +18,7 @@ from unet3d.model.geometry import valid_length
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import module, prepare, search
 from unet3d.recomputing.module import Recomputed, schedules_of
-from unet3d.recomputing.plans import PLANS
+from unet3d.recomputing.program import PLANS
 
 GRAPHS = 20
 CONFIGS = 60  # of our network

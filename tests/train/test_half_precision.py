@@ -20,7 +20,7 @@ from unet3d.memory.technique import choose_technique
 from unet3d.model import half_precision
 from unet3d.model.half_precision import Options, computes_here, convolutions, slabs
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.program import Technique
 from unet3d.training import optim
 from unet3d.training.step import train_step
 

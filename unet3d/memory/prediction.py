@@ -26,8 +26,7 @@ from unet3d.memory.remedies import Candidate, refuse_over_budget, refuse_over_ca
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
 from unet3d.memory.tables import SavedSchedule
 from unet3d.memory.technique import choose_technique, saved, step_peak, window_program
-from unet3d.recomputing.plans import PLAIN, Technique, work_line
-from unet3d.recomputing.program import Program
+from unet3d.recomputing.program import PLAIN, Program, Technique, work_line
 from unet3d.training import switches
 
 ADAM = 16  # bytes per parameter in float32: weight 4, gradient 4, two moments 8

@@ -23,7 +23,7 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import Peak
 from unet3d.memory.tables import NAMES
 from unet3d.memory.technique import choose_technique, step_peak
-from unet3d.recomputing.plans import Technique
+from unet3d.recomputing.program import Technique
 
 PASSES = 3  # forward passes in a step's FLOPs: backward counts as two
 SEGMENTS = (2, 3, 4)  # Values of ckpt that are tried.

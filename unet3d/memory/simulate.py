@@ -19,7 +19,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.meter import COUNTED, MEASURED_STEPS, GpuLedger, LedgerMeter
-from unet3d.recomputing.plans import PLAIN, Technique
+from unet3d.recomputing.program import PLAIN, Technique
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
 from unet3d.training.step import train_step

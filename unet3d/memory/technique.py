@@ -24,9 +24,8 @@ from unet3d.memory.meter import STEPS_FOR_PEAK, Peak, peak_of
 from unet3d.memory.simulate import fake_batch, fake_model, memoized, simulate, step_key
 from unet3d.memory.tables import SavedSchedule
 from unet3d.recomputing import search
-from unet3d.recomputing.plans import PLAIN, Technique, by_plan, without_backward
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
-from unet3d.recomputing.program import Program
+from unet3d.recomputing.program import PLAIN, Program, Technique, by_plan, without_backward
 from unet3d.recomputing.schedule import compile_schedule
 from unet3d.training import optim
 

@@ -13,12 +13,10 @@ In reading order:
     rules           an operation on a few rows: the interface, and a file for each kind of operation
     groups          operations without a rule that are carried out at once, or in parts along windows or tokens
     maps            which values exist as a whole, and how each follows from others
-    program         maps, their tiles and schedules, for images of one size
-    instructions    what a schedule is made from, and consists of
     compiler        a stage, compiled into instructions and bytes
     schedule        a table of the maps that stay, compiled stage by stage
     search          the schedules that none beats in both bytes and work
-    plans           which of them a step follows, and what a user reads of it
+    program         maps, their tiles and schedules for images of one size, and which of these a step follows
     compute         one map: computed, and its gradient sent to the maps before, by tiles or as a group
     run             a schedule, carried out
     function        a pass as one autograd function

@@ -25,9 +25,8 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
 from unet3d.recomputing.function import autocast_dtype, call_by_program, refuse_hooks, refuse_hooks_of_saved_tensors
 from unet3d.recomputing.looking import SCHEDULES, content_of
-from unet3d.recomputing.plans import PLANS, by_plan, describe
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
-from unet3d.recomputing.program import Program
+from unet3d.recomputing.program import PLANS, Program, by_plan, describe
 from unet3d.recomputing.readable import Code, code_of, snapshot
 from unet3d.recomputing.scratch import plain_bytes
 

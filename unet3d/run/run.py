@@ -31,9 +31,8 @@ from unet3d.memory import remedies
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, open_meter
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
-from unet3d.recomputing.plans import Technique
 from unet3d.recomputing.prepare import bound
-from unet3d.recomputing.program import Program
+from unet3d.recomputing.program import Program, Technique
 from unet3d.report import memory_plots, report
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
 from unet3d.run import run_folder
