@@ -63,7 +63,7 @@ class TileRun:
         sent = [value for value in self.plan.map.fused if value in self.plan.wanted and value not in self.plan.ends]
         for value in sent:
             self.readers.update(read_by_gradient(value))
-        self._forward([value for value in self.plan.map.fused if value in self.plan.known])
+        self._forward([value for value in self.plan.map.fused if value in self.plan.read])
         self.gradients[self.plan.map.value] = RowGradient(gradient, may_overwrite)
         for value in reversed(sent):
             self._backward(value)

@@ -93,7 +93,12 @@ def first_of_group(group: Sequence[Value]) -> Value:
 def _cuts(group: Sequence[Value]) -> list[Value]:
     """Return the values at which a group is cut."""
     waists = _waists(group)
-    sums = [place for place in waists if _is_sum_of_maps(group[place])]
+    sums = []  # of maps
+    for place in waists:
+        value = group[place]
+        is_of_maps = len(value.inputs) > 1 and all(source.shape == value.shape for source in value.inputs)
+        if value.op in SUMS and is_of_maps:
+            sums.append(place)
     cuts = list(sums)
     for first, end in pairwise([-1, *sums, len(group) - 1]):
         start = first + 1
@@ -146,12 +151,6 @@ def _part(group: Sequence[Value], results: Set[Value], users: Users) -> Set[Valu
                 most = saved - cost
                 cut = edges
     return cut
-
-
-def _is_sum_of_maps(value: Value) -> bool:
-    if value.op not in SUMS or len(value.inputs) < 2:
-        return False
-    return all(source.shape == value.shape for source in value.inputs)
 
 
 def _bytes(value: Value) -> int:

@@ -212,17 +212,14 @@ class Maps:
 
     def _map(self, index: int, value: Value) -> Map:
         rule = self.rules[value]
-        map_ = Map(index, value, rule, *self._expression(value, frozenset()), self._norms(value))
+        readers = {user: self.rules[user] for user in self.users[value]}
+        norms = tuple(user for user, of_user in readers.items() if of_user is not None and of_user.takes_statistics)
+        map_ = Map(index, value, rule, *self._expression(value, frozenset()), norms)
         if rule is None:
             names = map_.names_read
             map_.derived = tuple(steps for steps in self.derived_within if any(step.name in names for step in steps))
             map_.along = longest(map_.fused, self.users)
         return map_
-
-    def _norms(self, value: Value) -> tuple[Value, ...]:
-        """Return the normalisations that take their statistics of a map."""
-        rules = {user: self.rules[user] for user in self.users[value]}
-        return tuple(user for user, rule in rules.items() if rule is not None and rule.takes_statistics)
 
     def _expression(self, root: Value, streamed: frozenset[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
         """Return the fused values from which a map is made, and the maps."""

@@ -93,7 +93,8 @@ def _reads(program: Program, map_: Map) -> Sequence[Value]:
     """Return the sources from which the gradient of a map is computed."""
     if map_.rule is None:
         return map_.sources
-    return list(program.plan(map_).reads)
+    read = program.plan(map_).read
+    return [source for source in map_.sources if source in read]
 
 
 def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]:

@@ -5,7 +5,7 @@ All rows that a tile needs are known before the first step: `TilePlan` has them 
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -36,15 +36,9 @@ FEW = 50  # times fewer numbers than the largest value has: so small is an excit
 class TilePlan:
     """A tile of a map: the rows of each fused value and of each source."""
 
-    map: Map
-    axis: int
+    span: Span  # the rows of the map
     tiles: Mapping[Value, Tile]  # of fused values
     spans: Mapping[Value, Span]  # of sources, and of fused values
-
-    @property
-    def span(self) -> Span:
-        """The rows of the map."""
-        return self.spans[self.map.value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,25 +48,19 @@ class MapPlan:
     map: Map
     tiles: Sequence[TilePlan]
     wanted: frozenset[Value]  # values of which a gradient is needed
-    known: frozenset[Value]  # fused values that backward has to make again
-    reads: frozenset[Value]  # sources that backward reads
     ends: frozenset[Value]  # fused values whose gradients go no further: they are maps elsewhere
 
-
-def plan_map(
-    map_: Map, axis: int, spans: Sequence[Span], wanted: frozenset[Value], ends: frozenset[Value] = frozenset()
-) -> MapPlan:
-    """Return a map's tiles of these rows."""
-    tiles = [plan_tile(map_, axis, span) for span in spans]
-    read = _read_in_backward(map_, wanted, ends)
-    return MapPlan(
-        map=map_,
-        tiles=tiles,
-        wanted=wanted,
-        known=read.intersection(map_.fused),
-        reads=read.intersection(map_.sources),
-        ends=ends,
-    )
+    @cached_property
+    def read(self) -> Set[Value]:
+        """Values that gradients are computed from, and those from which rows among them are made."""
+        read: set[Value] = set()
+        for value in self.map.fused:
+            if value in self.wanted and value not in self.ends:
+                read.update(read_by_gradient(value))
+        for value in reversed(self.map.fused):
+            if value in read:
+                read.update(value.inputs)
+        return read
 
 
 def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
@@ -85,7 +73,7 @@ def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
         for source, (low, high) in zip(value.inputs, rows, strict=True):
             first, end = spans.get(source, (low, high))
             spans[source] = (min(first, low), max(end, high))
-    return TilePlan(map_, axis, tiles, spans)
+    return TilePlan(span, tiles, spans)
 
 
 def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
@@ -111,18 +99,6 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
                 if fewest <= MOST * rows:  # else a tile is convolved as two images
                     count = min(count, max(1, length // fewest))
     return list(pairwise(length * index // count for index in range(count + 1)))
-
-
-def _read_in_backward(map_: Map, wanted: frozenset[Value], ends: frozenset[Value]) -> frozenset[Value]:
-    """Return the values that gradients are computed from, and those from which rows among them are made."""
-    read: set[Value] = set()
-    for value in map_.fused:
-        if value in wanted and value not in ends:
-            read.update(read_by_gradient(value))
-    for value in reversed(map_.fused):
-        if value in read:
-            read.update(value.inputs)
-    return frozenset(read)
 
 
 def read_by_gradient(value: Value) -> Sequence[Value]:
@@ -206,11 +182,11 @@ class Program:
         """Return the tiles of a map; `streamed`: sources that are not stored; `without`: one that gets no gradient."""
         key = (map_.index, streamed, without)
         if key not in self.plans:
-            rows = tile_spans(map_, self.maps.axis, self.numbers, self.on_cpu)
+            spans_of_tiles = tile_spans(map_, self.maps.axis, self.numbers, self.on_cpu)
             if streamed:
                 map_ = self.maps.streaming(map_, frozenset(streamed))
-            wanted = self.wanted - {without}
-            self.plans[key] = plan_map(map_, self.maps.axis, rows, wanted, frozenset(streamed))
+            tiles = [plan_tile(map_, self.maps.axis, span) for span in spans_of_tiles]
+            self.plans[key] = MapPlan(map_, tiles, self.wanted - {without}, frozenset(streamed))
         return self.plans[key]
 
     def parts(self, map_: Map) -> list[Span]:

@@ -279,8 +279,7 @@ class _Meter:
 
     def _workspace(self, map_: Map, of_make: int, streamed: tuple[Value, ...] = ()) -> Workspace:
         """Return the bytes of instructions; `streamed`: sources that are computed tile by tile, and not stored."""
-        reads = self.program.plan(map_).reads if streamed else ()
-        read = tuple(value for value in streamed if value in reads)
+        read = tuple(value for value in streamed if value in self.program.plan(map_).read)
         return Workspace(
             compute=of_make,
             backward=self._backward(map_, read),

@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter
+from operator import and_, attrgetter, or_
 from typing import NamedTuple
 
 from unet3d.base import signals
@@ -220,14 +220,11 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
     largest = max(sizes.bytes)
     small = [mask_of(index for index in maps if sizes.bytes[index] <= share * largest) for share in SHARES]
     yield [mask_of(maps)] * stages
-    for least_work in (0.0, 1e-9, 0.01, 0.05):
-        much_work = mask_of(index for index in maps if sizes.work[index] >= least_work)
-        for are_small in small:
-            yield [are_small & much_work] * stages
-    for least_work in (1e-9, 0.002, 0.01, 0.05):
-        much_work = mask_of(index for index in maps if sizes.work[index] >= least_work)
-        for are_small in small:
-            yield [are_small | much_work] * stages
+    for joined, shares_of_work in ((and_, (0.0, 1e-9, 0.01, 0.05)), (or_, (1e-9, 0.002, 0.01, 0.05))):
+        for least_work in shares_of_work:
+            much_work = mask_of(index for index in maps if sizes.work[index] >= least_work)
+            for are_small in small:
+                yield [joined(are_small, much_work)] * stages
 
 
 def _elsewhere(best: Front, limit: float) -> Packed:

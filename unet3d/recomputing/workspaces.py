@@ -75,7 +75,7 @@ def image_gradient_bytes(image: Tensor, weight: Tensor, gradient: Tensor, is_tra
     """Return the workspace of the gradient of a convolution's input; `gradient` is that of its output."""
     if not _uses_tensor_cores(image) or _reads_one_voxel(weight):
         return 0
-    if _is_cheap_stem(weight) and not is_transposed and max(image.shape[1], gradient.shape[1]) <= THIN_CHANNELS:
+    if _is_flat(weight) and not is_transposed and max(image.shape[1], gradient.shape[1]) <= THIN_CHANNELS:
         return 0
     return _transposed_bytes(image, weight, gradient)
 
@@ -107,7 +107,7 @@ def _reads_one_voxel(weight: Tensor) -> bool:
     return math.prod(weight.shape[2:]) == 1
 
 
-def _is_cheap_stem(weight: Tensor) -> bool:
+def _is_flat(weight: Tensor) -> bool:
     """Return whether a filter is one voxel deep along an axis."""
     return 1 in weight.shape[2:]
 
@@ -131,7 +131,7 @@ def _sums_bytes(weight: Tensor, gradient: Tensor) -> int:
     voxels = gradient.numel() // gradient.shape[1]
     columns = _filled_up(inputs * math.prod(weight.shape[2:]), TILE_COLUMNS)
     part = TILE_ROWS * columns * torch.float32.itemsize
-    if _is_cheap_stem(weight):
+    if _is_flat(weight):
         return THIN_SUMS if voxels >= SOME_VOXELS else 0
     has_few = outputs <= FEW_OUTPUTS and inputs > FEW_OUTPUTS // 2
     if has_few and voxels >= SOME_VOXELS:

@@ -193,11 +193,8 @@ def memory_of(tensor: Tensor) -> int:
 
 def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
     """Return N C D H W with zeros before and behind it along a dimension."""
-    pads = []  # two for each dimension, from the last on
-    for _ in range(dimension + 1, 5):
-        pads += [0, 0]
-    pads += [before, behind]
-    return F.pad(x, pads)
+    of_later = [0, 0] * (4 - dimension)  # two for each dimension, from the last on
+    return F.pad(x, [*of_later, before, behind])
 
 
 RULES: dict[str, Rule] = {}  # by operation; each module of this folder adds its own

@@ -156,13 +156,11 @@ class Dropout(Pointwise):
     reads = ""
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        return multiplied(inputs[0], self._factor(work), work.may_overwrite)
+        factor = dropout_factor(work.value, work.state, work.state.dtype, work.tile)
+        return multiplied(inputs[0], factor, work.may_overwrite)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        return [multiplied(gradient, self._factor(work), work.may_overwrite)]
-
-    def _factor(self, work: Work) -> Tensor:
-        return dropout_factor(work.value, work.state, work.state.dtype, work.tile)
+        return [self.run(work, [gradient])]
 
 
 def multiplied(rows: Tensor, factor: Tensor, may_overwrite: bool) -> Tensor:
