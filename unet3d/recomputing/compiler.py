@@ -213,12 +213,8 @@ class Compiler:
 
     def _stage(self) -> Stage:
         """Return what has been compiled."""
-        after = Liveness(
-            alive=mask_of(self.alive),
-            gradients=mask_of(self.gradients),
-            completed=mask_of(self.completed),
-            trained=mask_of(self.trained),
-        )
+        sets = (self.alive, self.gradients, self.completed, self.trained)
+        after = Liveness._make(mask_of(maps) for maps in sets)
         return Stage(
             instructions=tuple(self.instructions),
             growth=self.bytes,

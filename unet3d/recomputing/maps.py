@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recomputing.graph import DROPOUTS, Graph, Steps, Value, Weight, carried_out, derived_in_groups, names_read
@@ -26,8 +27,9 @@ TRAFFIC = 40  # multiplications and additions that take as long as to read and w
 def _operations_without_rule(value: Value) -> int:
     """Return the multiplications and additions of an operation: torch counts its FLOPs on tensors without data."""
     counter = FlopCounterMode(display=False)
-    tensors = {}
-    for leaf in (*value.inputs, *value.weights()):
+    tensors: dict[Value | Weight, Tensor] = {}
+    leaves: list[Value | Weight] = [*value.inputs, *value.weights()]
+    for leaf in leaves:
         dtype = leaf.dtype if isinstance(leaf, Value) else torch.float32
         tensors[leaf] = torch.empty(leaf.shape, dtype=dtype, device="meta")
     try:

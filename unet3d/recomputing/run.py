@@ -23,7 +23,7 @@ from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import MapPlan, Program, TilePlan, reads_back
 from unet3d.recomputing.rules import memory_of, rows_of, shape_of_rows
-from unet3d.recomputing.rules.normalisation import Norm, take_statistics
+from unet3d.recomputing.rules.normalisation import norm_of, take_statistics
 from unet3d.recomputing.state import State
 
 
@@ -171,7 +171,7 @@ class Executor:
 
     def _close_sums(self, map_: Map) -> None:
         for norm in map_.norms:
-            Norm(norm, self.state).close_sums()
+            norm_of(norm, self.state).close_sums()
 
     def _complete(self, map_: Map, raw: Tensor, gradient: Tensor) -> None:
         """Add the part that follows from the statistics, to as few rows at a time as in a tile."""
@@ -181,7 +181,7 @@ class Executor:
         for first in range(0, length, count):
             span = (first, min(first + count, length))
             for norm in map_.norms:
-                Norm(norm, self.state).complete(rows_of(raw, axis, span), rows_of(gradient, axis, span))
+                norm_of(norm, self.state).complete(rows_of(raw, axis, span), rows_of(gradient, axis, span))
 
     def _backward(
         self,

@@ -82,18 +82,10 @@ class Halves(NamedTuple):
 
     axis: int
     rows: int  # of the result
+    half: int  # rows of an image's result
+    surplus: int  # rows too many, of an odd number: the second image's last
     stride: int
     reach: int
-
-    @property
-    def half(self) -> int:
-        """Number of rows of an image's result; of an odd number, the last row of the second is too many."""
-        return (self.rows + 1) // 2
-
-    @property
-    def surplus(self) -> int:
-        """Number of rows that are too many."""
-        return 2 * self.half - self.rows
 
     def input_images(self, x: Tensor) -> Tensor:
         """Return the input, with its padding, as two images that share the rows between the halves."""
@@ -275,7 +267,8 @@ class Convolution(AnyConvolution):
         if images > 1 or not is_small or channels < FEWEST_CHANNELS or rows.element_size() <= HALF_PRECISION:
             return None
         along = settings.along(state.axis)
-        return Halves(state.axis, tile.rows, along.stride, along.reach)
+        half = (tile.rows + 1) // 2
+        return Halves(state.axis, tile.rows, half, 2 * half - tile.rows, along.stride, along.reach)
 
 
 @rule("conv_transpose3d")

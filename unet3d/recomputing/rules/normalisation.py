@@ -217,7 +217,7 @@ class Normalisation(Pointwise):
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
         state = work.state
-        norm = Norm(work.value, state)
+        norm = norm_of(work.value, state)
         rows = inputs[0]
         if _is_large(rows, state) and rows.dtype == state.dtype:
             return norm.affine().apply(rows, state)
@@ -231,7 +231,7 @@ class Normalisation(Pointwise):
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         state = work.state
-        norm = Norm(work.value, state)
+        norm = norm_of(work.value, state)
         if gradient.dtype != known[0].dtype:
             of_exact = gradient.to(known[0].dtype)
             (of_rows,) = self.gradients(work._replace(may_overwrite=True), known, of_exact)
@@ -262,7 +262,7 @@ class Normalisation(Pointwise):
 
         Rows with gaps are copied for the sums; the result then takes the memory of the copy.
         """
-        norm = Norm(work.value, work.state)
+        norm = norm_of(work.value, work.state)
         affine = norm.affine()
         raw = known.pop()
         if norm.state.takes_sums:
@@ -272,16 +272,19 @@ class Normalisation(Pointwise):
         return affine.gradient(gradient, norm.state) if work.wanted[0] else None
 
 
+def norm_of(value: Value, state: State) -> "Norm":
+    """Return a normalisation whose statistics have been taken."""
+    return Norm(value, state, *state.statistics[value])
+
+
 class Norm(NamedTuple):
     """A normalisation in a pass, whose statistics are known."""
 
     value: Value
     state: State
-
-    @property
-    def known(self) -> Statistics:
-        """Its statistics."""
-        return self.state.statistics[self.value]
+    mean: Tensor  # N or 1, C or groups
+    inverse_std: Tensor
+    voxels: int  # of each statistic; 0: they are constants, of evaluation
 
     def affine(self) -> Affine:
         """Return it as a function of its input, on a GPU."""
@@ -304,14 +307,14 @@ class Norm(NamedTuple):
 
     def _terms(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return mean, scale and bias of each channel, (N or 1, C)."""
-        mean = self._per_channel(self.known.mean)
+        mean = self._per_channel(self.mean)
         scale = self._scale()
         _, bias = weight_and_bias(self.value)
         return mean, scale, None if bias is None else self._exact(bias).expand_as(scale)
 
     def _scale(self) -> Tensor:
         """Return the factor of each channel, (N or 1, C)."""
-        inverse_std = self._per_channel(self.known.inverse_std)
+        inverse_std = self._per_channel(self.inverse_std)
         weight, _ = weight_and_bias(self.value)
         if weight is None:
             return inverse_std
@@ -319,7 +322,7 @@ class Norm(NamedTuple):
 
     def _exact(self, weight: Weight) -> Tensor:
         """Return a weight in the type of statistics."""
-        return self.state.weights[weight.name].detach().to(self.known.mean.dtype)
+        return self.state.weights[weight.name].detach().to(self.mean.dtype)
 
     def _per_channel(self, values: Tensor) -> Tensor:
         """Return values of groups N G as values of channels N C."""
@@ -354,7 +357,7 @@ class Norm(NamedTuple):
 
     def _of_weight(self, of_scale: Tensor) -> Tensor:
         """Return the gradients of the weight, N C, of each image's part."""
-        inverse_std = self._per_channel(self.known.inverse_std)
+        inverse_std = self._per_channel(self.inverse_std)
         return self.state.once(("of weight", self.value), lambda: of_scale * inverse_std)
 
     def complete(self, raw: Tensor, gradient: Tensor) -> None:
@@ -381,7 +384,7 @@ class Norm(NamedTuple):
     def _completion(self) -> Affine | None:
         """Return that part as a function of raw; None where statistics are constants."""
         sums = self.state.sums.pop(self.value, None)
-        if sums is None or self.known.voxels == 0:
+        if sums is None or self.voxels == 0:
             return None
         of_bias, of_scale = sums
         if self.state.on_cpu or self.value.op == "group_norm":
@@ -390,25 +393,25 @@ class Norm(NamedTuple):
                 factor = self._exact(weight)
                 of_bias = of_bias * factor
                 of_scale = of_scale * factor
-            inverse_std = self._per_channel(self.known.inverse_std)
+            inverse_std = self._per_channel(self.inverse_std)
             of_bias = self._of_statistics(of_bias)
             of_scale = self._of_statistics(of_scale * inverse_std)
-            shift = -inverse_std * of_bias / self.known.voxels
-            slope = -(inverse_std**2) * of_scale / self.known.voxels
+            shift = -inverse_std * of_bias / self.voxels
+            slope = -(inverse_std**2) * of_scale / self.voxels
         else:  # In few launches, from what the pass has computed before.
             of_weight = self._of_statistics(self._of_weight(of_scale))
             of_bias = self._of_statistics(of_bias)
             scale = self._scale()
             zero = self.state.once("zero", lambda: scale.new_zeros(1))
-            slope = torch.addcmul(zero, scale * self.known.inverse_std, of_weight, value=-1 / self.known.voxels)
-            shift = torch.addcmul(zero, scale, of_bias, value=-1 / self.known.voxels)
-        return Affine(self._per_channel(self.known.mean), slope, shift)
+            slope = torch.addcmul(zero, scale * self.inverse_std, of_weight, value=-1 / self.voxels)
+            shift = torch.addcmul(zero, scale, of_bias, value=-1 / self.voxels)
+        return Affine(self._per_channel(self.mean), slope, shift)
 
     def _of_statistics(self, sums: Tensor) -> Tensor:
         """Return sums N C for each channel, N or 1, C, of all that has the same statistics."""
         if self.value.op == "batch_norm":
             return sums.sum(0, keepdim=True)
-        images, groups = self.known.mean.shape
+        images, groups = self.mean.shape
         return sums if groups == sums.shape[1] else self._per_channel(sums.view(images, groups, -1).sum(2))
 
 
