@@ -214,16 +214,14 @@ class MeanOfLogits(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return mean logits N K D H W of images N C D H W."""
-        first, *others = self.networks
-        total = self._averaged(first(image))
-        for network in others:
-            total = total + self._averaged(network(image))
-        mean: Tensor = total / len(self.networks)
+        total: Tensor | None = None
+        for network in self.networks:
+            logits = network(image)
+            part = logits.sigmoid() if self.has_regions else logits
+            total = part if total is None else total + part
+        assert total is not None
+        mean = total / len(self.networks)
         return mean.logit() if self.has_regions else mean
-
-    def _averaged(self, logits: Tensor) -> Tensor:
-        """Return what the mean is of."""
-        return logits.sigmoid() if self.has_regions else logits
 
 
 @dataclass(frozen=True)

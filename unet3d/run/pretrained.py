@@ -198,7 +198,10 @@ def _differences(
     if options:
         yield f"init={trained.path}: its network differs: {options}"
     images = []
-    if rules and not _are_alike(trained.intensity, rules):
+    pairs = list(zip(trained.intensity, rules, strict=False))
+    # Two scales of CT are alike where they are at most half a standard deviation apart.
+    are_alike = all(a.kind == b.kind and abs(a.mean - b.mean) <= min(a.std, b.std) / 2 for a, b in pairs)
+    if rules and not (are_alike and len(trained.intensity) == len(rules)):
         kinds = []
         for some in (trained.intensity, rules):
             words = [f"ct {rule.low:g} to {rule.high:g}" if rule.kind == "ct" else rule.kind for rule in some]
@@ -211,14 +214,6 @@ def _differences(
         images.append(f"channels {', '.join(trained.channels)} there, {', '.join(dataset.channels)} here")
     if images:
         yield f"init={trained.path}: it has learned from other images: {'; '.join(images)}"
-
-
-def _are_alike(there: Sequence[Intensity], here: Sequence[Intensity]) -> bool:
-    """Return whether intensities are scaled alike: two scales of CT at most half a standard deviation apart."""
-    if [rule.kind for rule in there] != [rule.kind for rule in here]:
-        return False
-    pairs = zip(there, here, strict=True)
-    return all(abs(a.mean - b.mean) <= min(a.std, b.std) / 2 for a, b in pairs)
 
 
 def _loaded(pretrained: PretrainedWeights, outputs: int) -> str:

@@ -231,7 +231,10 @@ class Run:
             self.checkpoints.warn(error)
 
     def _validate(self) -> None:
-        """Validate, keep the best, save the last. The last validation also measures distances and writes label maps."""
+        """Validate, keep the best, save the last. The last validation also measures distances and writes label maps.
+
+        Raises NotSaved in the last validation; else what cannot be saved is a warning.
+        """
         started = time.perf_counter()
         step = self.trainer.step
         self._try_write_measured_memory()
@@ -245,20 +248,16 @@ class Run:
         self.trainer.last_validation = step
         dice = values["val/dice_mean"]
         self.validator.log_first_case(step, dice)
-        self._save_validated(scores, dice)
-
-    def _save_validated(self, scores: list[metrics.CaseScore], dice: float | None) -> None:
-        """Save scores.csv and checkpoints. Raises NotSaved in the last validation, else warns."""
         path = self.folder / "scores.csv"
         text = metrics.csv_text(scores, self.data.dataset.classes)
         try:
             # The checkpoint last: a run that is resumed from it does not repeat this validation.
             with saving(path):
                 ranks.on_rank0(lambda: write_text(path, text))
-            self.checkpoints.save_best_and_last(self.trainer.step, dice)
+            self.checkpoints.save_best_and_last(step, dice)
             self.loggers.summary({"val/dice_mean": dice, "val/dice_mean_best": self.checkpoints.best})
         except NotSaved as error:
-            if self.trainer.step == self.config.steps:
+            if step == self.config.steps:
                 raise
             self.checkpoints.warn(error)
 

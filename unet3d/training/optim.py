@@ -54,13 +54,9 @@ def _groups(options: Optim, network: nn.Module) -> list[Any]:
     """Return the parameters to learn, or groups of them with a rate of their own."""
     if options.init_lr == 1 or not options.init_names:
         return list(network.parameters())
-    loaded = []
-    others = []
-    for name, parameter in network.named_parameters():
-        if is_named(name, options.init_names):
-            loaded.append(parameter)
-        else:
-            others.append(parameter)
+    named = list(network.named_parameters())
+    loaded = [parameter for name, parameter in named if is_named(name, options.init_names)]
+    others = [parameter for name, parameter in named if not is_named(name, options.init_names)]
     if options.init_lr == 0:
         for parameter in loaded:
             parameter.requires_grad_(False)
@@ -143,15 +139,12 @@ def averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the model compute with its averages, where any are kept. Nothing is copied."""
     tensors = averages(model, optimizer)
-    weights = {}
-    for name, parameter in model.named_parameters():
-        if name in tensors:
-            weights[parameter] = parameter.data
+    parameters = dict(model.named_parameters())
+    weights = {name: parameters[name].data for name in tensors}
     try:
-        for name, parameter in model.named_parameters():
-            if name in tensors:
-                parameter.data = tensors[name]
+        for name, average in tensors.items():
+            parameters[name].data = average
         yield
     finally:
-        for parameter, weight in weights.items():
-            parameter.data = weight
+        for name, weight in weights.items():
+            parameters[name].data = weight
