@@ -29,11 +29,11 @@ from unet3d.base.types import ProbabilityBlock
 from unet3d.config.schema import Data, Model
 from unet3d.data import restore
 from unet3d.data.cases import Case
-from unet3d.data.grids import canonical_grid
 from unet3d.data.intensity import Intensity
 from unet3d.data.patches import PreparedCase, prepare
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector
+from unet3d.data.volume import canonical_grid
 from unet3d.model.unet import UNet3D
 from unet3d.report import case_plots, plots
 from unet3d.run import checkpoint, predicted_files, validation

@@ -18,10 +18,9 @@ from unet3d.base.types import Regions
 from unet3d.config import rules
 from unet3d.config.schema import Config, Model, options, options_with
 from unet3d.data.cases import DatasetInfo, read_dataset
-from unet3d.data.grids import target_grid
 from unet3d.data.layouts.generated import phantom_header, phantom_outline
-from unet3d.data.scan import read_grid
 from unet3d.data.splits import split
+from unet3d.data.volume import read_grid, target_grid
 from unet3d.model.architecture import levels_of
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.program import PLAIN, Technique

@@ -22,8 +22,8 @@ from unet3d.data import texts
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.layouts.generated import phantom_outline
 from unet3d.data.prepare import prepare_data
-from unet3d.data.scan import read_grid
 from unet3d.data.splits import split, unused
+from unet3d.data.volume import read_grid
 
 
 def refusal(data: Data) -> str:

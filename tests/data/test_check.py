@@ -244,7 +244,7 @@ TURNED = LPS[:, [1, 0, 2, 3]]
     "an error, which says what to do: resample, or reorient; a shift or flip is a warning with "
     "`data.affine_check=warn`; rounding is none",
 )
-@without("unet3d.data.grids.SAME_GRID", math.inf, only="shifted-False")
+@without("unet3d.data.volume.SAME_GRID", math.inf, only="shifted-False")
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(
     ("voxels", "where", "parts", "accepted"),

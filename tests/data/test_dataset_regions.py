@@ -18,12 +18,11 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Data
 from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.check import check_cases, summary
-from unet3d.data.grids import drawn
 from unet3d.data.labels import written_words
 from unet3d.data.layouts.generated import phantom_outline
 from unet3d.data.prepare import prepare_data
-from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
+from unet3d.data.volume import ImageFiles, drawn
 from unet3d.training.metrics import score_case, summarise
 
 TUMOUR = Regions(HELD, tuple(ORDER))

@@ -230,7 +230,7 @@ def test_predict_accepts_what_its_run_accepted_and_counts_it(
 
 
 @promise("Data", "a label map of ...")
-@without("unet3d.data.grids.SAME_GRID", np.inf)
+@without("unet3d.data.volume.SAME_GRID", np.inf)
 def test_with_affine_check_warn_label_and_image_are_paired_voxel_by_voxel(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

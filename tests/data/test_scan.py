@@ -16,7 +16,7 @@ from training import PLAIN, TINY, train
 from unet3d.base.files import NIFTI_ENDINGS
 from unet3d.data import nifti
 from unet3d.data.prepare import prepare_data
-from unet3d.data.scan import ImageFiles
+from unet3d.data.volume import ImageFiles
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 
@@ -45,7 +45,7 @@ def count_openings() -> None:
     sys.addaudithook(audit)
 
 
-@without("unet3d.data.scan.MAX_KEPT_OPEN", 0)
+@without("unet3d.data.volume.MAX_KEPT_OPEN", 0)
 @pytest.mark.parametrize("fingerprint", ["sample", "full"])
 def test_a_run_opens_each_file_and_reads_each_volume_once(tmp_path: Path, fingerprint: str) -> None:
     """Four steps on six CT cases, whose scale follows from all training cases; also by the report and its pictures."""
@@ -73,7 +73,7 @@ def test_ct_is_scaled_as_if_each_case_were_read_again(tmp_path: Path) -> None:
 
 def test_files_that_may_not_stay_open_are_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scan keeps at most a quarter of the files that a process may have open."""
-    monkeypatch.setattr("unet3d.data.scan.resource.getrlimit", lambda _: (4 * 3, 4 * 3))
+    monkeypatch.setattr("unet3d.data.volume.resource.getrlimit", lambda _: (4 * 3, 4 * 3))
     opened = list[Path]()
     open_file = nifti.open_file
 

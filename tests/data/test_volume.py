@@ -20,10 +20,8 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import ProbabilityBlock
 from unet3d.config.schema import Data
 from unet3d.data.cases import Case
-from unet3d.data.grids import canonical_grid, target_grid
 from unet3d.data.restore import to_original
-from unet3d.data.scan import ImageFiles
-from unet3d.data.volume import LabelValues, read_volume
+from unet3d.data.volume import ImageFiles, LabelValues, canonical_grid, read_volume, target_grid
 
 ORIENTATIONS = ["RAS", "LPS", "PIR", "SAL", "ARI"]
 
@@ -149,7 +147,7 @@ def test_resampling_moves_nothing(tmp_path: Path, spacing: list[float]) -> None:
     assert np.allclose(*centres, atol=1e-4)
 
 
-@without("unet3d.data.grids.LINEAR", 0, only="spacing0")
+@without("unet3d.data.volume.LINEAR", 0, only="spacing0")
 @pytest.mark.parametrize("spacing", [[2, 2, 2], [0.5, 0.5, 0.5], [1.7, 2, 0.8]])
 def test_resampled_labels_lie_where_their_image_lies(tmp_path: Path, spacing: list[float]) -> None:
     """A ball in an even number of voxels: voxels of twice the size lie between two of them."""
@@ -318,7 +316,7 @@ def test_a_spacing_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
 
 @promise("data sets", "resampling to `data.spacing` makes at most 32 times the voxels that are stored")
 @promise("Data", "a header that claims ...")
-@without("unet3d.data.grids.MAX_GROWTH", 10**9)
+@without("unet3d.data.volume.MAX_GROWTH", 10**9)
 def test_a_grid_may_hold_32_times_the_voxels_that_are_stored(tmp_path: Path) -> None:
     """Also where that is far less than the most that a file may hold; the check lists every such case."""
     one = Case("a", (write(tmp_path / "i.nii", image((12, 10, 8)), np.eye(4)),), None)

@@ -23,7 +23,7 @@ from unet3d.base.types import MIB
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
-from unet3d.data.grids import target_grid
+from unet3d.data.volume import target_grid
 from unet3d.memory.prediction import preflight
 from unet3d.model import geometry
 from unet3d.planning import steps

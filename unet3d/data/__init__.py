@@ -6,10 +6,10 @@ In reading order:
 - `cases`, `layouts`: a data set as names, whatever its layout on disk; a layout is a file. The phantom is one.
 - `texts`, `labels`: what layouts share: texts that are not trusted, labels that become classes.
 - `splits`: training and held-out cases, and groups of cases.
-- `nifti`, `grids`: NIfTI files, header before voxels; where voxels lie.
+- `nifti`: NIfTI files, header before voxels.
+- `volume`: where voxels lie; a case on the network's grid, and label maps.
 - `scan`, `check`: each file is opened once; what headers and voxels say is wrong.
-- `volume`, `restore`: a case on the network's grid, label maps, and predictions back on the file's grid, in files
-  or in memory.
+- `restore`: predictions back on the file's grid, in files or in memory.
 - `preprocess`, `intensity`, `cache`: a volume as a training case, and prepared cases in files.
 - `patches`, `loader`: from cases to batches.
 """

@@ -16,13 +16,12 @@ from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Data, Model
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, warn_once
-from unet3d.data.grids import Grid
 from unet3d.data.labels import likely_ignored, misread, options_for
 from unet3d.data.nifti import Remark, in_few_lines, oddities, read_image, replacement
-from unet3d.data.scan import CaseHeader, ImageFiles, image_digest, leaks, read_grid, remarks, scan_case
+from unet3d.data.scan import CaseHeader, image_digest, leaks, remarks, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.texts import shown_names
-from unet3d.data.volume import LabelValues, UnknownLabels, on_network_grid, read_classes
+from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, on_network_grid, read_classes, read_grid
 from unet3d.model import geometry
 
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from unet3d.base.errors import UserError
-from unet3d.data.grids import Grid
 from unet3d.data.nifti import GREYS
 from unet3d.data.patches import subsample_indices
+from unet3d.data.volume import Grid
 
 SAMPLED_VOXELS = 10_000  # foreground voxels a case, enough to settle the scale of CT
 CT_PERCENTILES = [0.5, 99.5]
@@ -20,8 +20,7 @@ OTHER_SHARE = 0.25  # more or less of a volume's voxels beyond an end than in an
 OTHER_CONTRAST = 5.0  # times less or more than in any training case
 OTHER_SPACING = 1.5  # times
 OTHER_EXTENT = 3.0  # times, along an axis: fields of view differ more than voxels
-Range = tuple[float, float]
-Triple = tuple[float, ...]  # along x, y, z (mm)
+Bounds = tuple[tuple[float, ...], tuple[float, ...]]  # the least and the most of each of some numbers
 
 
 @dataclass(frozen=True)
@@ -115,62 +114,29 @@ def _apply(channel: np.ndarray, rule: Intensity) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class SeenChannel:
-    """The least and the most of each number in the training cases' channel, once the rule was applied."""
-
-    span: Range  # lowest 0.5th and highest 99.5th percentile of a case
-    contrast: Range  # between these percentiles of one case
-    below: Range  # share of a case's voxels that the rule clips at its low end; of other rules, below `span`
-    above: Range
-
-    @classmethod
-    def of(cls, samples: Sequence[np.ndarray], rule: Intensity) -> "SeenChannel":
-        """Return the record of voxels (n) of each case, to which the rule was applied."""
-        percentiles = [_percentiles(sample) for sample in samples]
-        span = _range(*percentiles)
-        below, above = zip(*(_beyond(sample, rule, span) for sample in samples), strict=True)
-        return cls(span, _range(high - low for low, high in percentiles), _range(below), _range(above))
-
-    def differences(self, voxels: np.ndarray, rule: Intensity) -> Iterator[str]:
-        """Yield in words in what voxels (n) are far from those of training, at most once."""
-        low, high = (rule.low, rule.high) if rule.kind == "ct" else self.span
-        shares = _beyond(voxels, rule, self.span)
-        odd = []
-        for share, (least, most), end in zip(
-            shares, (self.below, self.above), (f"below {low:g}", f"above {high:g}"), strict=True
-        ):
-            limit = f"at most {_percent(most)}" if share > most else f"at least {_percent(least)}"
-            words = f"{_percent(share)} of its voxels are {end}, in training {limit}: other units?"
-            odd.append((max(share - most, least - share), words))
-        excess, words = max(odd)
-        is_far = excess > OTHER_SHARE or (excess > 0 and max(shares) == 1)
-        if rule.kind != "zscore" and is_far:
-            yield words
-            return
-        start, stop = _percentiles(voxels)
-        least, most = self.contrast
-        unit = " standard deviations" if rule.kind == "zscore" else ""
-        words = f"99 % of its voxels span {stop - start:.3g}{unit}, in training"
-        if (stop - start) * OTHER_CONTRAST < least:
-            yield f"{words} {least:.3g} or more: outliers, a margin or other units?"
-        elif stop - start > most * OTHER_CONTRAST > 0:
-            yield f"{words} {most:.3g} or less: outliers or other units?"
-
-
-@dataclass(frozen=True)
 class Seen:
-    """The images of the training cases: the least and the most along each axis, RAS+, and each channel's voxels."""
+    """The images of the training cases: the least and the most of some numbers of each.
 
-    spacing: tuple[Triple, Triple]  # mm, of the files
-    extent: tuple[Triple, Triple]  # mm
-    channels: tuple[SeenChannel, ...]  # () where no voxel was measured
+    Those of a channel, once the rule was applied, are its 0.5th and 99.5th percentile, the contrast between them, and
+    the shares of voxels that the rule clips at its low and its high end; of other rules, beyond the percentiles of all.
+    """
+
+    spacing: Bounds  # mm, of the files, along each axis, RAS+
+    extent: Bounds  # mm
+    channels: tuple[Bounds, ...]  # () where no voxel was measured
 
     @classmethod
     def of(cls, grids: Sequence[Grid], samples: Sequence[np.ndarray], rules: Sequence[Intensity]) -> "Seen":
         """Return the record of the files' grids, and of `sampled` voxels of some cases with the rules applied."""
-        by_channel = zip(*samples, strict=True)  # none where no voxel was measured
-        channels = tuple(SeenChannel.of(voxels, rule) for voxels, rule in zip(by_channel, rules, strict=False))
-        return cls(_ranges(grid.spacing for grid in grids), _ranges(map(_extent, grids)), channels)
+        channels = list[Bounds]()
+        for voxels, rule in zip(zip(*samples, strict=True), rules, strict=False):  # none where none was measured
+            (low, _), (_, high) = _bounds(map(_percentiles, voxels))
+            rows = []
+            for of_case in voxels:
+                start, stop = _percentiles(of_case)
+                rows.append((start, stop, stop - start, *_beyond(of_case, rule, low, high)))
+            channels.append(_bounds(rows))
+        return cls(_bounds(grid.spacing for grid in grids), _bounds(map(_extent, grids)), tuple(channels))
 
     @classmethod
     def read(cls, values: Mapping[str, Any], channels: int) -> "Seen":
@@ -178,21 +144,18 @@ class Seen:
         entries = values["channels"]
         if len(entries) not in (0, channels):
             raise ValueError("its record of images is of other channels")
-        names = SeenChannel.__annotations__
-        seen = [SeenChannel(**{name: _numbers(entry[name], 2) for name in names}) for entry in entries]
-        (low, high), (least, most) = values["spacing"], values["extent"]
-        return cls((_numbers(low, 3), _numbers(high, 3)), (_numbers(least, 3), _numbers(most, 3)), tuple(seen))
+        spacing, extent = (_checked_bounds(values[name], 3) for name in ("spacing", "extent"))
+        return cls(spacing, extent, tuple(_checked_bounds(entry, 5) for entry in entries))
 
     @classmethod
     def merged(cls, records: Sequence["Seen"]) -> "Seen":
         """Return what one of several networks, at least, has seen."""
-        channels = []
-        for parts in zip(*(record.channels for record in records if record.channels), strict=True):
-            names = SeenChannel.__annotations__
-            channels.append(SeenChannel(**{name: _range(*(getattr(part, name) for part in parts)) for name in names}))
-        spacings = [bounds for record in records for bounds in record.spacing]
-        extents = [bounds for record in records for bounds in record.extent]
-        return cls(_ranges(spacings), _ranges(extents), tuple(channels))
+        by_channel = zip(*(record.channels for record in records if record.channels), strict=True)
+        return cls(
+            _bounds(chain(*(record.spacing for record in records))),
+            _bounds(chain(*(record.extent for record in records))),
+            tuple(_bounds(chain(*bounds)) for bounds in by_channel),
+        )
 
     def differences(
         self, image: np.ndarray, rules: Sequence[Intensity], grid: Grid, is_resampled: bool
@@ -201,16 +164,42 @@ class Seen:
 
         `image` (C, X, Y, Z) has the rules applied, and lies on `grid`; `is_resampled`: to the spacing of training.
         """
-        voxels = sampled(image)
-        for number, (channel, rule) in enumerate(zip(self.channels, rules, strict=False)):
-            name = f"channel {number}: " if len(rules) > 1 else ""
-            for words in channel.differences(voxels[number], rule):
-                yield f"{name}{words}"
+        for number, (voxels, bounds, rule) in enumerate(zip(sampled(image), self.channels, rules, strict=False)):
+            words = _difference(voxels, bounds, rule)
+            if words:
+                yield f"channel {number}: {words}" if len(rules) > 1 else words
         if not is_resampled and _is_far(grid.spacing, self.spacing, OTHER_SPACING):
-            words = f"its spacing is {_words(grid.spacing)} mm, in training {_bounds(self.spacing)}"
+            words = f"its spacing is {_lengths(grid.spacing)} mm, in training {_range(self.spacing)}"
             yield f"{words}, and data.spacing is not set: resample it?"
         elif _is_far(_extent(grid), self.extent, OTHER_EXTENT):
-            yield f"it covers {_words(_extent(grid))} mm, in training {_bounds(self.extent)}: another field of view?"
+            yield f"it covers {_lengths(_extent(grid))} mm, in training {_range(self.extent)}: another field of view?"
+
+
+def _difference(voxels: np.ndarray, bounds: Bounds, rule: Intensity) -> str:
+    """Return in words in what voxels (n) of a channel are far from those of training; "" where they are not."""
+    (low, _, least_contrast, *least_shares), (_, high, most_contrast, *most_shares) = bounds
+    shares = _beyond(voxels, rule, low, high)
+    if rule.kind == "ct":
+        low, high = rule.low, rule.high
+    odd = []
+    for share, least, most, end in zip(
+        shares, least_shares, most_shares, (f"below {low:g}", f"above {high:g}"), strict=True
+    ):
+        limit = f"at most {_percent(most)}" if share > most else f"at least {_percent(least)}"
+        words = f"{_percent(share)} of its voxels are {end}, in training {limit}: other units?"
+        odd.append((max(share - most, least - share), words))
+    excess, words = max(odd)
+    if rule.kind != "zscore" and (excess > OTHER_SHARE or (excess > 0 and max(shares) == 1)):
+        return words
+    start, stop = _percentiles(voxels)
+    contrast = stop - start
+    unit = " standard deviations" if rule.kind == "zscore" else ""
+    words = f"99 % of its voxels span {contrast:.3g}{unit}, in training"
+    if contrast * OTHER_CONTRAST < least_contrast:
+        return f"{words} {least_contrast:.3g} or more: outliers, a margin or other units?"
+    if contrast > most_contrast * OTHER_CONTRAST > 0:
+        return f"{words} {most_contrast:.3g} or less: outliers or other units?"
+    return ""
 
 
 def sampled(image: np.ndarray) -> np.ndarray:
@@ -219,60 +208,54 @@ def sampled(image: np.ndarray) -> np.ndarray:
     return voxels[:, subsample_indices(voxels.shape[1], SAMPLED_VOXELS)]
 
 
-def _percentiles(voxels: np.ndarray) -> Range:
+def _percentiles(voxels: np.ndarray) -> tuple[float, float]:
     low, high = np.percentile(voxels.astype(np.float64), CT_PERCENTILES).tolist()
     return low, high
 
 
-def _beyond(voxels: np.ndarray, rule: Intensity, span: Range) -> Range:
-    """Return the shares of voxels (n) that the rule has clipped at its low and at its high end; else beyond `span`."""
+def _beyond(voxels: np.ndarray, rule: Intensity, low: float, high: float) -> tuple[float, float]:
+    """Return the shares of voxels (n) that the rule has clipped at its ends; of others, beyond `low` and `high`."""
     if rule.kind == "ct":
-        low, high = _apply(np.array([rule.low, rule.high], np.float32), rule)
-        return float((voxels <= low).mean()), float((voxels >= high).mean())
-    return float((voxels < span[0]).mean()), float((voxels > span[1]).mean())
+        ends = _apply(np.array([rule.low, rule.high], np.float32), rule)
+        return float((voxels <= ends[0]).mean()), float((voxels >= ends[1]).mean())
+    return float((voxels < low).mean()), float((voxels > high).mean())
 
 
-def _range(*values: Iterable[float]) -> Range:
-    """Return the least and the most of all these numbers."""
-    numbers = [*chain(*values)]
-    return min(numbers), max(numbers)
-
-
-def _ranges(rows: Iterable[Sequence[float]]) -> tuple[Triple, Triple]:
+def _bounds(rows: Iterable[Sequence[float]]) -> Bounds:
     """Return the least and the most in each column."""
     columns = list(zip(*rows, strict=True))
     return tuple(map(min, columns)), tuple(map(max, columns))
 
 
-def _extent(grid: Grid) -> Triple:
+def _checked_bounds(values: Any, count: int) -> Bounds:
+    """Return the bounds of so many numbers that a file holds. Raises ValueError, TypeError."""
+    least, most = map(tuple, values)
+    if not len(least) == len(most) == count or not _are_finite(least + most):
+        raise ValueError("its record of images holds other than numbers")
+    return least, most
+
+
+def _extent(grid: Grid) -> tuple[float, ...]:
     return tuple(size * step for size, step in zip(grid.shape, grid.spacing, strict=True))
 
 
-def _is_far(values: Sequence[float], bounds: tuple[Triple, Triple], factor: float) -> bool:
+def _is_far(values: Sequence[float], bounds: Bounds, factor: float) -> bool:
     """Return whether a length is more than a factor beyond the bounds of its axis."""
     triples = zip(values, *bounds, strict=True)
     return any(value * factor < low or value > high * factor for value, low, high in triples)
 
 
-def _bounds(bounds: tuple[Triple, Triple]) -> str:
-    low, high = map(_words, bounds)
+def _range(bounds: Bounds) -> str:
+    low, high = map(_lengths, bounds)
     return low if low == high else f"{low} to {high}"
 
 
-def _words(lengths: Sequence[float]) -> str:
+def _lengths(lengths: Sequence[float]) -> str:
     return "x".join(f"{length:.3g}" for length in lengths)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
-
-
-def _numbers(values: Any, count: int) -> Any:
-    """Return finite numbers of a file as a tuple. Raises ValueError, TypeError."""
-    numbers = tuple(values)
-    if len(numbers) != count or not _are_finite(numbers):
-        raise ValueError("its record of images holds other than numbers")
-    return numbers
 
 
 def _are_finite(values: Iterable[object]) -> bool:

@@ -16,14 +16,14 @@ from unet3d.config.schema import Data
 from unet3d.data import cache
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, read_dataset, warn_once
 from unet3d.data.check import check_cases
-from unet3d.data.grids import Grid
 from unet3d.data.intensity import Seen, intensity_rules, kinds_of, normalise, sampled
 from unet3d.data.nifti import problem
 from unet3d.data.patches import PreparedCase
 from unet3d.data.preprocess import CaseReader, SparseReader, usable
-from unet3d.data.scan import CaseHeader, ImageFiles, leaks, voxel_digests
+from unet3d.data.scan import CaseHeader, leaks, voxel_digests
 from unet3d.data.splits import absences, split
 from unet3d.data.texts import shown_names
+from unet3d.data.volume import Grid, ImageFiles
 
 IMAGE_BYTES = 4  # of a voxel of a channel, float32
 LABEL_BYTES = 2  # of a voxel of a label map, int16

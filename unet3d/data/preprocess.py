@@ -19,12 +19,11 @@ from unet3d.base.types import IGNORE
 from unet3d.config.schema import Data
 from unet3d.data.cache import Arrays, DiskCache, Shapes, key_of
 from unet3d.data.cases import Case, DatasetInfo, raise_listed
-from unet3d.data.grids import Grid
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise
 from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
-from unet3d.data.scan import DIGEST, CaseHeader, ImageFiles, have_changed, image_digest
-from unet3d.data.volume import LabelValues, Volume, messages, read_volume
+from unet3d.data.scan import DIGEST, CaseHeader, have_changed, image_digest
+from unet3d.data.volume import Grid, ImageFiles, LabelValues, Volume, messages, read_volume
 
 T = TypeVar("T")
 Slices = list[list[int]]  # indices along each axis
@@ -270,8 +269,9 @@ def extent(label: Tensor) -> list[tuple[int, int]]:
 
 def planes(shape: torch.Size, slices: Slices) -> Tensor:
     """Return a mask of the slices, bool X Y Z."""
+    x, y, z = slices
     mask = torch.zeros(shape, dtype=torch.bool)
-    for axis, indices in enumerate(slices):
-        index = torch.tensor(indices, dtype=torch.long)
-        mask.index_fill_(axis, index, True)
+    mask[x] = True
+    mask[:, y] = True
+    mask[:, :, z] = True
     return mask

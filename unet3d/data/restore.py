@@ -22,7 +22,6 @@ from unet3d.base.errors import UserError
 from unet3d.base.files import replacing
 from unet3d.base.types import ProbabilityBlock, Regions
 from unet3d.data.cases import Case
-from unet3d.data.grids import Grid, canonical_grid, drawn, likeliest, target_grid
 from unet3d.data.nifti import (
     LARGEST,
     SMALLEST,
@@ -35,6 +34,7 @@ from unet3d.data.nifti import (
     quiet_nibabel,
     stem,
 )
+from unet3d.data.volume import Grid, canonical_grid, drawn, likeliest, target_grid
 
 BACKGROUND = 0
 LEVEL = 6  # of gzip; 9, Python's own, takes ten times as long on a noisy label map, whose file is then 5% smaller

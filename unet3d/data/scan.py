@@ -6,10 +6,9 @@ Held-out cases that training sees, too, are found by their voxels, one volume in
 
 import hashlib
 import os
-import resource
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from itertools import chain, islice, permutations, product
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
@@ -20,16 +19,13 @@ import numpy as np
 from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError
 from unet3d.base.files import open_regular
-from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo, raise_listed
-from unet3d.data.grids import Grid, Headers, canonical_grid, contradictions, target_grid
-from unet3d.data.nifti import OpenFile, Remark, problem
+from unet3d.data.nifti import Remark, problem
 from unet3d.data.texts import shown_names
+from unet3d.data.volume import Grid, Headers, ImageFiles, canonical_grid, contradictions, target_grid
 
 MAX_LINES_OF_CASE = 10  # about the files of one case
-MAX_KEPT_OPEN = 256  # files between their scan and the reading of their voxels; others are opened again
-SHARE_OF_LIMIT = 4  # and at most a quarter of the files that the process may have open
 BLOCK = 2**12  # bytes of a block that is sampled
 BLOCKS = 16  # blocks that are sampled of a file: all of its bytes up to 64 KiB
 DIGEST = hashlib.blake2b().digest_size  # bytes of the digest of an image
@@ -37,60 +33,6 @@ DIGEST = hashlib.blake2b().digest_size  # bytes of the digest of an image
 # those that their sample does not settle.
 Hashes = dict[str, list[Any]]
 Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order
-
-
-class ImageFiles:
-    """The NIfTI files that this process has opened: their headers, and streams of those whose voxels are yet unread.
-
-    The options say which of their faults are accepted: voxels that are not finite (as 0), files that lie apart in
-    space. A copy in another process is empty, and opens the files again.
-    """
-
-    def __init__(self, options: Data | None = None) -> None:
-        self.options = options or Data()
-        self.replaces_nonfinite = self.options.nonfinite == "zero"
-        self.accepts_apart = self.options.affine_check == "warn"
-        self.headers = dict[Path, nib.Nifti1Image]()  # as images without voxels
-        self._streams = dict[Path, BinaryIO]()
-        self._limit = 0
-
-    def __reduce__(self) -> tuple[type["ImageFiles"], tuple[Data]]:
-        return ImageFiles, (self.options,)
-
-    @contextmanager
-    def kept_open(self) -> Iterator[None]:
-        """Keep files that are opened within open until their voxels are read, or until the end."""
-        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limit = MAX_KEPT_OPEN
-        if soft_limit != resource.RLIM_INFINITY:
-            self._limit = min(MAX_KEPT_OPEN, soft_limit // SHARE_OF_LIMIT)
-        try:
-            yield
-        finally:
-            self._limit = 0
-            while self._streams:
-                self._streams.popitem()[1].close()
-
-    @contextmanager
-    def opened(self, case: Case, path: Path, keep: bool = False) -> Iterator[OpenFile]:
-        """Open a file within, unless it is still open; `keep`: it may stay open for its voxels. Raises UserError."""
-        stream = self._streams.pop(path, None)
-        with ExitStack() as stack:
-            if stream is None:
-                stream = stack.enter_context(nifti.open_file(case.id, path))
-                self.headers[path] = nifti.read_header(case.id, path, stream, case.affine)
-            else:
-                stack.enter_context(stream)
-            yield OpenFile(case.id, path, self.headers[path], stream)
-            if keep and len(self._streams) < self._limit:
-                self._streams[path] = stream
-                stack.pop_all()
-
-    def header(self, case: Case, path: Path) -> nib.Nifti1Image:
-        """Return the header of a file as an image, as it was when the file was opened last. Raises UserError."""
-        if path not in self.headers:
-            self.headers[path] = nifti.open_image(case.id, path, case.affine)
-        return self.headers[path]
 
 
 def sampled_blocks(stream: IO[bytes], size: int, start: int = 0) -> Iterator[bytes]:
@@ -216,11 +158,6 @@ def _bounded(case: Case, lines: Sequence[str]) -> list[str]:
     return [*lines[:MAX_LINES_OF_CASE], *([f"{case.id}: and {more:,} more of this case"] if more > 0 else [])]
 
 
-def read_grid(case: Case, spacing: Sequence[float] | None) -> Grid:
-    """Return the grid that the network sees of a case, from the header of its first image. Raises UserError."""
-    return target_grid(case, nifti.open_image(case.id, case.images[0], case.affine), spacing)
-
-
 def image_digest(channels: Iterable[np.ndarray]) -> bytes:
     """Return the digest of all images of a case, of its channels (X, Y, Z): equal for equal voxels.
 
@@ -249,7 +186,11 @@ def voxel_digests(
 
     Each of them is read once, by one of the ranks, and none is kept. Raises UserError that lists what cannot be read.
     """
-    sizes = {case.id: _size(headers[case.id]) for case in (*train, *val)}
+    sizes = dict[str, Size]()
+    for case in (*train, *val):
+        grid = headers[case.id].stored
+        assert grid is not None, case.id
+        sizes[case.id] = (headers[case.id].channels, *sorted(grid.shape))
     shared = {sizes[case.id] for case in train} & {sizes[case.id] for case in val}
     cases = [case for case in (*train, *val) if sizes[case.id] in shared]
     if ranks.count() > 1:
@@ -264,12 +205,6 @@ def voxel_digests(
     shares = ranks.gather((by_id, problems))
     raise_listed([line for _, lines in shares for line in lines])
     return {case_id: digest for found, _ in shares for case_id, digest in found.items()}
-
-
-def _size(header: CaseHeader) -> Size:
-    """Return the size of a case, whatever its axes."""
-    assert header.stored is not None
-    return header.channels, *sorted(header.stored.shape)
 
 
 def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, bytes], files: ImageFiles) -> Iterator[str]:

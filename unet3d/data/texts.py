@@ -23,16 +23,16 @@ def read_json(path: Path, root: Path | None = None) -> dict[str, Any]:
 
     Raises UserError.
     """
-    content = read_any_json(path, root)
+    if root is not None and leaves(root, path):
+        raise UserError(f"{path}: is a link out of {root}; put the file there, or set data.allow_outside=true")
+    content = read_any_json(path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no JSON object {{...}}; repair or replace it")
     return content
 
 
-def read_any_json(path: Path, root: Path | None = None) -> Any:
+def read_any_json(path: Path) -> Any:
     """Return the value in a JSON file, whatever it is; else as `read_json`. Raises UserError."""
-    if root is not None and leaves(root, path):
-        raise UserError(f"{path}: is a link out of {root}; put the file there, or set data.allow_outside=true")
     content = read_bytes(path)
     try:
         return json.loads(decoded(content), object_pairs_hook=_unique_names)

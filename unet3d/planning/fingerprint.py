@@ -14,12 +14,10 @@ from unet3d.base.types import Table, percent
 from unet3d.config.schema import Data
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.check import check_cases
-from unet3d.data.grids import Grid
 from unet3d.data.intensity import foreground_sample
 from unet3d.data.patches import subsample_indices
-from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
-from unet3d.data.volume import LabelValues, read_volume
+from unet3d.data.volume import Grid, ImageFiles, LabelValues, read_volume
 
 CASES_SAMPLED = 20  # training cases whose voxels are read
 VOXELS_SAMPLED = 5 * 10**8  # Most voxels read, but for those of the first cases.

@@ -11,8 +11,8 @@ import numpy as np
 from unet3d.base.errors import UserError
 from unet3d.base.progress import duration
 from unet3d.config.schema import Config
-from unet3d.data.grids import MAX_GROWTH
 from unet3d.data.nifti import MAX_VOXELS
+from unet3d.data.volume import MAX_GROWTH
 from unet3d.model.architecture import COARSE, FINER_PERCENTILE, median_shape, target_spacing
 from unet3d.planning.draft import Draft, sizes_text, with_options
 from unet3d.planning.fingerprint import Fingerprint

@@ -13,9 +13,9 @@ from unet3d.config.compose import read_plan
 from unet3d.config.schema import GENERATED, Config, Model
 from unet3d.data.cases import read_dataset
 from unet3d.data.check import mostly_padding, read_grids
-from unet3d.data.grids import Grid
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.splits import split
+from unet3d.data.volume import Grid
 from unet3d.memory import prediction
 from unet3d.memory.tables import SavedSchedule
 from unet3d.report import report, summary

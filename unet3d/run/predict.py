@@ -27,8 +27,7 @@ from unet3d.data.cases import Case
 from unet3d.data.intensity import Intensity, Seen, normalise
 from unet3d.data.labels import written_values, written_words
 from unet3d.data.restore import ImageLike, ProbabilityMaps, largest_components, saving_scores, to_original
-from unet3d.data.scan import ImageFiles
-from unet3d.data.volume import LabelValues, Volume, read_volume, with_values
+from unet3d.data.volume import ImageFiles, LabelValues, Volume, read_volume, with_values
 from unet3d.memory.simulate import fitted, largest_map, refuse_large_window
 from unet3d.run.checkpoint import TrainedNetworks, read_networks
 from unet3d.run.predicted_files import doubts_about

@@ -18,7 +18,6 @@ from typing import Any
 from unet3d.base.errors import UserError, not_saved, warn
 from unet3d.base.files import read_lines
 from unet3d.data.cases import Case, in_order, other_volumes, refuse_long
-from unet3d.data.grids import contradictions
 from unet3d.data.nifti import (
     DECIDES,
     Remark,
@@ -32,6 +31,7 @@ from unet3d.data.nifti import (
     without_channel,
 )
 from unet3d.data.scan import file_hashes, remarks
+from unet3d.data.volume import contradictions
 
 RECORD = "predictions.jsonl"
 OPTIONS = ("overlap", "mirror", "components")  # that change what the same network writes

@@ -23,9 +23,8 @@ from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option, written_values
 from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector, largest_components
-from unet3d.data.scan import ImageFiles
 from unet3d.data.splits import split
-from unet3d.data.volume import LabelValues, is_resampled, read_label_map
+from unet3d.data.volume import ImageFiles, LabelValues, read_label_map
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import fold_tables
 from unet3d.report.compare import not_comparable, print_tables
@@ -133,12 +132,13 @@ def score(
     dataset = read_dataset(config.data)
     _, held_out = split(dataset, config.data)
     _refuse_other_dataset(networks, dataset)
-    check_cases(dataset, held_out, config.data).sound_headers()
+    as_seen = replace(config.data, spacing=networks.config.data.spacing)
+    headers = check_cases(dataset, held_out, as_seen).sound_headers()
     for line in _doubts(networks, dataset, held_out, config.data):
         warn(f"{path}: {line}")
     segmenter = predict.segmenter(networks, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
-    has_own_grids = any(is_resampled(case, segmenter.options.spacing) for case in held_out)
+    has_own_grids = any(header.is_resampled for header in headers.values())
     try:
         out.mkdir(parents=True, exist_ok=True)
         text = _scores(segmenter, held_out, dataset, config.data, has_own_grids)

@@ -13,9 +13,8 @@ from unet3d.base.errors import UserError, is_disk_full, make_room
 from unet3d.base.files import making_folder
 from unet3d.config.schema import LAYOUTS, Data, Phantom
 from unet3d.data import restore
-from unet3d.data.cases import Case, DatasetInfo, layout, sound, with_classes
-from unet3d.data.labels import asked_regions
-from unet3d.data.layouts.stored import decathlon
+from unet3d.data.cases import DatasetInfo, layout, sound
+from unet3d.data.layouts.stored import DatasetJson, decathlon, decathlon_of
 
 PHANTOM_VERSION = MNI152_VERSION = 1  # raise one with every change of its voxels
 PHANTOM: dict[str, Any] = {  # its dataset.json, without the cases
@@ -62,12 +61,13 @@ def mni152(root: Path, data: Data) -> DatasetInfo:
 def phantom_outline(data: Data) -> DatasetInfo:
     """Return what `read_dataset` returns for the phantom, and generate no file. Raises UserError."""
     folder = phantom_folder(data.phantom, Path(data.root or LAYOUTS["phantom"]["generated"]))
-    entries = {name: _entry(name) for name in _phantom_names(data.phantom)}
-    cases = [Case(name, (folder / entry["image"],), folder / entry["label"]) for name, entry in entries.items()]
-    names = {int(label): name for label, name in PHANTOM["labels"].items()}
-    channels = tuple(PHANTOM["modality"].values())
-    dataset = DatasetInfo(PHANTOM["name"], channels, tuple(cases), data.ignore, announced=len(cases))
-    return sound(with_classes(dataset, names, data, folder / "dataset.json", asked_regions(data)))
+    content = _content(PHANTOM, [_entry(name) for name in _phantom_names(data.phantom)])
+    return sound(decathlon_of(DatasetJson(folder, data.allow_outside, content), data))
+
+
+def _content(about: Mapping[str, Any], entries: list[dict[str, str]]) -> dict[str, Any]:
+    """Return a dataset.json of these entries."""
+    return {**about, "numTraining": len(entries), "training": entries}
 
 
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
@@ -79,8 +79,7 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
         return folder
     try:
         with making_folder(folder) as temporary:
-            entries = [_write_case(temporary, case) for case in cases]
-            content = {**about, "numTraining": len(entries), "training": entries}
+            content = _content(about, [_write_case(temporary, case) for case in cases])
             (temporary / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     except OSError as error:
         if not folder.is_dir():  # else another process was faster, and its bytes are the same

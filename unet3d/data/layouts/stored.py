@@ -6,7 +6,7 @@ A dataset.json is not trusted. Every UserError names it, what is wrong in it and
 import json
 import os
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -31,15 +31,20 @@ MAX_MAPS_LISTED = 200  # letters of the names of label maps
 class DatasetJson:
     """The fields of a data set's dataset.json in the folder `root`."""
 
-    def __init__(self, root: Path, allow_outside: bool) -> None:
+    def __init__(self, root: Path, allow_outside: bool, content: dict[str, Any] | None = None) -> None:
         self.root = root
         self.where = root / "dataset.json"
         self.allow_outside = allow_outside
-        self.content = read_json(self.where, None if allow_outside else root)
+        self.content = read_json(self.where, None if allow_outside else root) if content is None else content
         self.title = self.content.get("name", root.name)
         if not is_plain(self.title):
             raise self.error(f'"name" is {shown(self.title)}; give one line of text')
-        self.refuse_long("name", [self.title])
+        for field in ("name", "modality", "channel_names", "labels"):
+            given = self.content.get(field)
+            for name in (*given, *given.values()) if isinstance(given, dict) else (given,):
+                if isinstance(name, str) and len(name) > LONGEST_NAME:
+                    what = f"has {len(name):,} letters; give it {LONGEST_NAME} at most"
+                    raise self.error(f'"{field}": {shown(name)} {what}')
         count = self.content.get("numTraining")
         self.announced = count if type(count) is int else None  # cases
 
@@ -62,7 +67,6 @@ class DatasetJson:
             raise self.error(f'{name} {shown(texts)}; the keys must be numbers: {{"0": name, ...}}') from error
         if len(by_number) < len(texts):
             raise self.error(f"{name} {shown(texts)}; a number occurs twice, give each name its own")
-        self.refuse_long(name, by_number.values())
         return by_number
 
     def by_value(self, name: str) -> dict[int, str]:
@@ -79,7 +83,6 @@ class DatasetJson:
             texts[number] = text
         if len(texts) < len(given):
             raise self.error(f"{name} {shown(given)}; two names share a value, give each its own")
-        self.refuse_long(name, given)
         return texts
 
     def refuse_version_1(self, image: Path) -> None:
@@ -93,13 +96,6 @@ class DatasetJson:
         values = _as_json({text: number for number, text in self.numbered("labels").items()})
         fields = f'"channel_names": {channels}, "labels": {values}, "file_ending": "{nifti.ending(found)}"'
         raise self.error(f"is nnU-Net v1's, with {found.name} for a case; write {fields}, and read it with data=nnunet")
-
-    def refuse_long(self, field: str, names: Iterable[Any]) -> None:
-        """Raise UserError for a name that no line or table has room for."""
-        for name in names:
-            if isinstance(name, str) and len(name) > LONGEST_NAME:
-                what = f"has {len(name):,} letters; give it {LONGEST_NAME} at most"
-                raise self.error(f'"{field}": {shown(name)} {what}')
 
     def path(self, name: Any) -> Path:
         """Return the path `name` below the root.
@@ -141,7 +137,11 @@ def decathlon(root: Path, data: Data) -> DatasetInfo:
 
     Raises UserError.
     """
-    about = DatasetJson(root, data.allow_outside)
+    return decathlon_of(DatasetJson(root, data.allow_outside), data)
+
+
+def decathlon_of(about: DatasetJson, data: Data) -> DatasetInfo:
+    """Return the data set of these fields. Raises UserError."""
     if "channel_names" in about.content and "modality" not in about.content:
         raise UserError(f"{about.where} is in nnU-Net's format; read it with data=nnunet")
     cases = sorted_cases((_case(about, entry) for entry in about.field("training", list)), about.where)
@@ -235,7 +235,6 @@ def _own_regions(about: DatasetJson) -> tuple[dict[int, str], NamedRegions] | No
             labels_of[name] = value
     if 0 not in others:
         raise about.error('"labels" has no background; add "background": 0')
-    about.refuse_long("labels", labels_of)
     order = about.content.get("regions_class_order")
     regions = checked_regions(labels_of, order, about.where, '"regions_class_order"')
     named = NamedRegions(tuple(labels_of), regions)
