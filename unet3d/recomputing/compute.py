@@ -74,10 +74,11 @@ class TileRun:
         for value in values:
             self.readers.update(value.inputs)
         for value in values:
-            tile = self.tile.tiles[value]
+            spans = self.tile.inputs[value]
             inputs = self._inputs(value)
-            may_overwrite = bool(inputs) and self._may_overwrite(value.inputs[0], tile.inputs[0])
-            self.rows[value] = RULES[value.op].run(Work(value, tile, self.state, may_overwrite), inputs)
+            may_overwrite = bool(inputs) and self._may_overwrite(value.inputs[0], spans[0])
+            work = Work(value, self.state, self.tile.spans[value], spans, may_overwrite)
+            self.rows[value] = RULES[value.op].run(work, inputs)
             del inputs
             self._release(value.inputs)
 
@@ -87,7 +88,7 @@ class TileRun:
         A group's result may have another: float32 in half precision, which a normalisation reads without rounding it.
         """
         inputs = []
-        for source, span in zip(value.inputs, self.tile.tiles[value].inputs, strict=True):
+        for source, span in zip(value.inputs, self.tile.inputs[value], strict=True):
             if source in self.rows:
                 rows = rows_of(self.rows[source], self.state.axis, span, self.tile.spans[source][0])
             else:
@@ -116,7 +117,6 @@ class TileRun:
         """Send the gradient of a value to its inputs."""
         of_result = self.gradients.pop(value, None)
         rule = RULES[value.op]
-        tile = self.tile.tiles[value]
         known: list[Tensor] = []
         if of_result is not None and rule.reads == "result":
             known = [self.rows[value]]
@@ -126,12 +126,14 @@ class TileRun:
         if of_result is None:
             return
         wanted = [source in self.plan.wanted for source in value.inputs]
-        gradients = rule.gradients(Work(value, tile, self.state, of_result.is_own, wanted), known, of_result.rows)
+        spans = self.tile.inputs[value]
+        work = Work(value, self.state, self.tile.spans[value], spans, of_result.is_own, wanted)
+        gradients = rule.gradients(work, known, of_result.rows)
         del known
         memory = memory_of(of_result.rows)
         shared = [rows is not None and memory_of(rows) == memory for rows in gradients]
         may_share = of_result.is_own and (rule.splits_gradient or sum(shared) == 1)
-        for source, span, rows, is_shared in zip(value.inputs, tile.inputs, gradients, shared, strict=True):
+        for source, span, rows, is_shared in zip(value.inputs, spans, gradients, shared, strict=True):
             if rows is not None and source in self.plan.wanted:
                 self._add(source, span, RowGradient(rows, may_share or not is_shared))
 

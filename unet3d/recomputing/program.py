@@ -22,7 +22,7 @@ from unet3d.recomputing.graph import DROPOUTS, Value
 from unet3d.recomputing.groups import first_of_group, spans
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.readable import Code
-from unet3d.recomputing.rules import RULES, Span, Tile
+from unet3d.recomputing.rules import RULES, Span
 from unet3d.recomputing.schedule import EMPTY, Schedule, compile_schedule
 
 MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
@@ -37,8 +37,8 @@ class TilePlan:
     """A tile of a map: the rows of each fused value and of each source."""
 
     span: Span  # the rows of the map
-    tiles: Mapping[Value, Tile]  # of fused values
     spans: Mapping[Value, Span]  # of sources, and of fused values
+    inputs: Mapping[Value, Sequence[Span]]  # from which those of each fused value are made
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +66,13 @@ class MapPlan:
 def plan_tile(map_: Map, axis: int, span: Span) -> TilePlan:
     """Return the rows of all values from which these rows are made."""
     spans: dict[Value, Span] = {map_.value: span}
-    tiles: dict[Value, Tile] = {}
+    inputs: dict[Value, Sequence[Span]] = {}
     for value in reversed(map_.fused):
-        rows = RULES[value.op].rows(value, axis, spans[value])
-        tiles[value] = Tile(spans[value], rows)
-        for source, (low, high) in zip(value.inputs, rows, strict=True):
+        inputs[value] = RULES[value.op].rows(value, axis, spans[value])
+        for source, (low, high) in zip(value.inputs, inputs[value], strict=True):
             first, end = spans.get(source, (low, high))
             spans[source] = (min(first, low), max(end, high))
-    return TilePlan(span, tiles, spans)
+    return TilePlan(span, spans, inputs)
 
 
 def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:

@@ -23,27 +23,21 @@ Span = tuple[int, int]  # rows from the first to before the second
 Gradients = Sequence[Tensor | None]  # of each input, None where there is none
 
 
-class Tile(NamedTuple):
-    """Rows of a value, and the rows of each of its inputs from which they are made."""
+class Work(NamedTuple):
+    """Rows of a value that are to be computed, or whose gradient is to be sent to the inputs."""
 
+    value: Value
+    state: State
     span: Span
-    inputs: Sequence[Span]
+    sources: Sequence[Span]  # the rows of each input from which they are made
+    may_overwrite: bool  # the result may be written over the first input's rows, or over the gradient's
+    wanted: Sequence[bool] = ()  # whether the gradient of each input is wanted
 
     @property
     def rows(self) -> int:
         """Number of rows."""
         first, end = self.span
         return end - first
-
-
-class Work(NamedTuple):
-    """Rows of a value that are to be computed, or whose gradient is to be sent to the inputs."""
-
-    value: Value
-    tile: Tile
-    state: State
-    may_overwrite: bool  # the result may be written over the first input's rows, or over the gradient's
-    wanted: Sequence[bool] = ()  # whether the gradient of each input is wanted
 
 
 class Rule:
@@ -77,7 +71,7 @@ class Rule:
         `known`: the inputs, or the result alone, as `reads` says; what is popped from it is released. Here, the
         operation runs again under autograd.
         """
-        value, _, state, *_ = work
+        value, state, *_ = work
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in known]
         weights = {weight.name: state.weights[weight.name] for weight in value.weights()}
         trained = {w.name: weights[w.name].detach().requires_grad_() for w in value.weights() if state.wants(w)}
@@ -157,11 +151,11 @@ def gradients_by_autograd(
     return [computed.pop(0) if leaf.requires_grad else None for leaf in leaves]
 
 
-def dropout_factor(value: Value, state: State, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
-    """Return the numbers by which a dropout multiplies a map, or a tile's rows of it."""
+def dropout_factor(value: Value, state: State, dtype: torch.dtype, span: Span | None = None) -> Tensor:
+    """Return the numbers by which a dropout multiplies a map, or some rows of it."""
     drawn = state.weights[value.args[-1].name]
-    if tile is not None and drawn.shape[state.axis] > 1:
-        drawn = rows_of(drawn, state.axis, tile.span)
+    if span is not None and drawn.shape[state.axis] > 1:
+        drawn = rows_of(drawn, state.axis, span)
     if drawn.dtype != torch.bool:
         return drawn.to(dtype)
     probability = float(value.argument(1))

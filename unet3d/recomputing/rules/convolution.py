@@ -149,10 +149,10 @@ class AnyConvolution(Rule):
         result: Tensor = torch.ops.aten.convolution(tile.rows, weight, bias, *settings.of_tile(tile))
         if tile.halves is not None:
             return tile.halves.result(result)
-        return rows_of(result, state.axis, (tile.before, tile.before + work.tile.rows))
+        return rows_of(result, state.axis, (tile.before, tile.before + work.rows))
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        value, _, state, *_ = work
+        value, state, *_ = work
         settings = settings_of(value)
         length = known[0].shape[state.axis]
         tile = self.tile_input(work, known.pop())  # The copy with padding alone is alive.
@@ -222,13 +222,13 @@ class Convolution(AnyConvolution):
 
         On a GPU, where each copy is a launch, torch pads both sides of a tile at an end of the map.
         """
-        value, tile, state, *_ = work
+        value, state, *_ = work
         axis = state.axis
-        low, high = self._reach(value, axis, tile.span)
+        low, high = self._reach(value, axis, work.span)
         halves = self._halves(work, rows, high - low)
         rows = rows.to(state.dtype)
         padding = list(settings_of(value).padding)
-        if tile.span == (0, value.shape[axis]) and halves is None:
+        if work.span == (0, value.shape[axis]) and halves is None:
             return TileInput(rows.contiguous(), padding)
         before = max(-low, 0)
         behind = max(high - value.inputs[0].shape[axis], 0)
@@ -257,9 +257,9 @@ class Convolution(AnyConvolution):
 
         `length`: rows of the input with padding.
         """
-        _, tile, state, *_ = work
+        state = work.state
         settings = settings_of(work.value)
-        if not state.on_cpu or tile.rows == 1 or max(settings.kernel) == 1 or settings.groups > 1:
+        if not state.on_cpu or work.rows == 1 or max(settings.kernel) == 1 or settings.groups > 1:
             return None
         images, channels, *size = rows.shape
         size[state.axis - 2] = length
@@ -267,8 +267,8 @@ class Convolution(AnyConvolution):
         if images > 1 or not is_small or channels < FEWEST_CHANNELS or rows.element_size() <= HALF_PRECISION:
             return None
         along = settings.along(state.axis)
-        half = (tile.rows + 1) // 2
-        return Halves(state.axis, tile.rows, half, 2 * half - tile.rows, along.stride, along.reach)
+        half = (work.rows + 1) // 2
+        return Halves(state.axis, work.rows, half, 2 * half - work.rows, along.stride, along.reach)
 
 
 @rule("conv_transpose3d")
@@ -303,18 +303,18 @@ class TransposedConvolution(AnyConvolution):
         return any(k > s for k, s in zip(settings.kernel, settings.stride, strict=True))
 
     def tile_input(self, work: Work, rows: Tensor) -> TileInput:
-        value, tile, state, *_ = work
+        value, state, *_ = work
         axis = state.axis
         settings = settings_of(value)
         along = settings.along(axis)
         rows = rows.to(state.dtype).contiguous()
         padding = list(settings.padding)
-        low, high = tile.inputs[0]
-        first, end = tile.span
+        low, high = work.sources[0]
+        first, end = work.span
         if (low, high, first, end) == (0, value.inputs[0].shape[axis], 0, value.shape[axis]):
             return TileInput(rows, padding, settings.output_padding)
         before = first + along.padding - low * along.stride
-        behind = (high - low - 1) * along.stride + along.reach - before - tile.rows
+        behind = (high - low - 1) * along.stride + along.reach - before - work.rows
         left_out = min(before, behind)  # of rows that are not asked for, torch leaves out as many at both ends
         padding[axis - 2] = left_out
         output_padding = list(settings.output_padding)

@@ -93,7 +93,7 @@ class PReLU(Pointwise):
     """ReLU with a slope that is learnt, of all channels or of each."""
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
-        value, _, state, *_ = work
+        value, state, *_ = work
         rows = known[0]
         weight: Weight = value.args[1]
         slope = state.weight(weight).view(-1, 1, 1, 1)
@@ -139,7 +139,7 @@ class Sum(Pointwise):
                     of_weight = of_weight.clone()
                 work.state.add_gradient(term, of_weight)
                 continue
-            span = work.tile.inputs[value.inputs.index(term)]
+            span = work.sources[value.inputs.index(term)]
             of_term = of_term.sum_to_size(shape_of_rows(term, work.state.axis, span))
             totals[term] = totals[term] + of_term if term in totals else of_term
         return [totals.get(source) for source in value.inputs]
@@ -156,7 +156,7 @@ class Dropout(Pointwise):
     reads = ""
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
-        factor = dropout_factor(work.value, work.state, work.state.dtype, work.tile)
+        factor = dropout_factor(work.value, work.state, work.state.dtype, work.span)
         return multiplied(inputs[0], factor, work.may_overwrite)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:

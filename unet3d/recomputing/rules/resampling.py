@@ -104,15 +104,15 @@ class Interpolation(Rule):
             rows = torch.ops.aten.upsample_nearest3d(inputs[0], size)
         else:
             rows = torch.ops.aten.upsample_trilinear3d(inputs[0], size, False, *factors)
-        return rows.narrow(work.state.axis, before, work.tile.rows)
+        return rows.narrow(work.state.axis, before, work.rows)
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         axis = work.state.axis
         before, size, factors = self._of_tile(work)
-        behind = size[axis - 2] - before - work.tile.rows
+        behind = size[axis - 2] - before - work.rows
         if before or behind:
             gradient = pad_along(gradient, axis, before, behind)
-        source = shape_of_rows(work.value.inputs[0], axis, work.tile.inputs[0])
+        source = shape_of_rows(work.value.inputs[0], axis, work.sources[0])
         if work.value.op == "upsample_nearest3d":
             return [torch.ops.aten.upsample_nearest3d_backward(gradient, size, source)]
         return [torch.ops.aten.upsample_trilinear3d_backward(gradient, size, source, False, *factors)]
@@ -128,11 +128,11 @@ class Interpolation(Rule):
         size = list(value.shape[2:])
         source = value.inputs[0].shape[2:]
         factors = [length // length_before for length, length_before in zip(size, source, strict=True)]
-        low, high = work.tile.inputs[0]
-        first, _ = work.tile.span
+        low, high = work.sources[0]
+        first, _ = work.span
         factor = factors[axis - 2]
         before = first - low * factor
-        count = before + work.tile.rows
+        count = before + work.rows
         if value.op == "upsample_nearest3d":
             count = (high - low) * factor
         elif count == high - low and factor > 1:
@@ -157,7 +157,7 @@ class OfEachRow(Rule):
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         (source,) = work.value.inputs
-        size = shape_of_rows(source, work.state.axis, work.tile.inputs[0])
+        size = shape_of_rows(source, work.state.axis, work.sources[0])
         if work.value.op.startswith("mean"):
             gradient = gradient * (work.value.shape.numel() / source.shape.numel())
         return [gradient.expand(size).contiguous()]
