@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from unet3d.model.architecture import architecture, levels_of, target_spacing, widths
+from unet3d.model.architecture import Levels, architecture, levels_of, target_spacing
 from unet3d.model.geometry import Triple
 from unet3d.planning.patches import nnunet_plan
 
@@ -30,7 +30,7 @@ def test_more_levels_than_sizes_allow_are_not_halved() -> None:
 
 
 def test_widths_double_up_to_the_most() -> None:
-    assert widths(7) == [32, 64, 128, 256, 320, 320, 320]
+    assert Levels([(3, 3, 3)] * 7, []).features == [32, 64, 128, 256, 320, 320, 320]
 
 
 def test_the_spacing_is_the_median_and_finer_along_a_coarse_axis() -> None:
@@ -47,7 +47,7 @@ def test_a_data_set_gets_its_median_shape_and_the_patch_that_strides_divide() ->
     planned = architecture(shapes, [(1, 1, 1)] * 4)
     assert planned.shape == (36, 50, 35)
     assert planned.patch == (40, 56, 40)
-    assert planned.depth == 4
+    assert len(planned.levels.kernels) == 4
     assert planned.levels.units == (8, 8, 8)
     resampled = architecture([(10, 10, 10), (20, 20, 20)], [(2, 2, 2), (1, 1, 1)], spacing=(1, 1, 1))
     assert resampled.shape == (20, 20, 20)

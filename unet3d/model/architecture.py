@@ -38,17 +38,12 @@ class Levels(NamedTuple):
     @property
     def features(self) -> list[int]:
         """Return the channels of each level."""
-        return widths(len(self.kernels))
+        return [min(MOST_WIDTH, FIRST_WIDTH * 2**level) for level in range(len(self.kernels))]
 
     def padded(self, size: Sequence[float]) -> Triple:
         """Return the least patch (voxels) of at least this size that every stride divides."""
         x, y, z = (int(-(-length // unit) * unit) for length, unit in zip(size, self.units, strict=True))
         return x, y, z
-
-
-def widths(levels: int) -> list[int]:
-    """Return the channels of each level."""
-    return [min(MOST_WIDTH, FIRST_WIDTH * 2**level) for level in range(levels)]
 
 
 def target_spacing(shapes: Sequence[Sequence[int]], spacings: Sequence[Sequence[float]]) -> Spacing:
@@ -105,9 +100,9 @@ def levels_of(spacing: Sequence[float], size: Sequence[float], count: int | None
             is_fine = step[axis] < ISOTROPIC * min(step)
             if is_fine or not halved:
                 kernel[axis] = 3
-        kernels.append(_triple(kernel))
-        stride = [2 if axis in halved else 1 for axis in range(3)]
-        strides.append(_triple(stride))
+        kernels.append((kernel[0], kernel[1], kernel[2]))
+        x, y, z = (2 if axis in halved else 1 for axis in range(3))
+        strides.append((x, y, z))
         if count is None and not halved:
             break
         for axis in halved:
@@ -126,11 +121,6 @@ def _halved_axes(step: Sequence[float], lengths: Sequence[float]) -> list[int]:
     return halved
 
 
-def _triple(values: Sequence[int]) -> Triple:
-    x, y, z = values
-    return x, y, z
-
-
 class Architecture(NamedTuple):
     """Spacing, patch and levels of a network, by the sizes of a data set."""
 
@@ -138,11 +128,6 @@ class Architecture(NamedTuple):
     shape: Spacing  # median of the cases at that spacing (voxels)
     patch: Triple  # the least that the strides divide and that holds the patch asked for (voxels)
     levels: Levels
-
-    @property
-    def depth(self) -> int:
-        """Return the number of levels."""
-        return len(self.levels.kernels)
 
 
 def architecture(
