@@ -46,8 +46,7 @@ class PreparedData:
     @property
     def train_grids(self) -> list[Grid]:
         """The grids of the training cases that the network sees."""
-        targets = [self.headers[case.id].target for case in self.train]
-        return [grid for grid in targets if grid is not None]
+        return [self.read.grid(case) for case in self.train]
 
     @property
     def spacing(self) -> tuple[float, float, float]:
@@ -142,9 +141,7 @@ def _refuse_more_than_fits(reader: CaseReader, maps: Mapping[Case, int]) -> None
     """
     sizes = dict[Case, int]()
     for case, count in maps.items():
-        grid = reader.headers[case.id].target
-        assert grid is not None, case.id
-        sizes[case] = prod(grid.shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * count)
+        sizes[case] = prod(reader.grid(case).shape) * (IMAGE_BYTES * len(reader.dataset.channels) + LABEL_BYTES * count)
     disk = reader.disk
     if disk is None:
         needed = sum(sizes.values()) * ranks.LOCAL_SIZE

@@ -105,9 +105,9 @@ class CaseReader:
         arrays = self._arrays(case)
         self._note(case, int(arrays["replaced"]))
         label, voxels = labels_of(arrays)
-        return PreparedCase(case.id, torch.from_dlpack(arrays["image"]), label, self._grid(case).spacing, voxels)
+        return PreparedCase(case.id, torch.from_dlpack(arrays["image"]), label, self.grid(case).spacing, voxels)
 
-    def _grid(self, case: Case) -> Grid:
+    def grid(self, case: Case) -> Grid:
         """Return the grid that the network sees, by the case's header."""
         grid = self.headers[case.id].target
         assert grid is not None, case.id
@@ -125,7 +125,7 @@ class CaseReader:
             }
             return {"image": image, **label_arrays(prepared), **more}
 
-        shape = self._grid(case).shape
+        shape = self.grid(case).shape
         image = (len(self.dataset.channels), *shape)
         shapes: Shapes = {"image": image, **label_shapes(shape), "replaced": (), "digest": (DIGEST,)}
         return self._on_disk(case, self.key(case), shapes, make)
