@@ -174,7 +174,7 @@ def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
     "exit 2 before torch loads: one line with the key and the nearest name; no folder is made",
 )
 @pytest.mark.parametrize("wrong", ["chkpt=2", "data=decathlon", "amp", "--lr=0.1"])
-@without("unet3d.config.hydra_errors.describe", unchanged, only="chkpt=2")
+@without("unet3d.config.words.describe", unchanged, only="chkpt=2")
 def test_a_mistake_is_one_line_and_exit_2_without_a_trace(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,6 @@ from unet3d.base import errors, process
 from unet3d.base.errors import UserError
 from unet3d.base.process import SafeStream
 from unet3d.cli import commands, lifecycle
-from unet3d.cli.train import resumed_config
 from unet3d.config import compose, schema
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
@@ -171,7 +170,7 @@ def test_options_on_resuming_are_for_the_network_of_the_run(killed: Path) -> Non
 def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None, named: str) -> None:
     (killed / "config.yaml").unlink() if content is None else (killed / "config.yaml").write_text(content)
     with pytest.raises(UserError, match=rf"\b{named}\b") as caught:
-        resumed_config(killed, nothing_asked())
+        compose.resumed(killed, nothing_asked())
     assert "\n" not in str(caught.value)
 
 
@@ -181,7 +180,7 @@ def test_a_config_that_is_damaged_is_one_line(killed: Path, content: str | None,
 def test_a_run_goes_on_from_its_config_alone(killed: Path, content: str | None) -> None:
     path = killed / "overrides.yaml"
     path.unlink() if content is None else path.write_text(content)
-    assert len(resumed_config(killed, nothing_asked()).model.features) == 5
+    assert len(compose.resumed(killed, nothing_asked()).model.features) == 5
 
 
 @promise("Resume", "`resume=` with another width ...")
@@ -247,7 +246,7 @@ def test_a_job_of_an_experiment_goes_on_with_the_words_that_began_it(killed: Pat
     assert dataclasses.replace(found, resume=None) == config
 
 
-@without("unet3d.config.words._chosen", lambda override: [])
+@without("unet3d.config.compose.files_of", lambda group, name, folders: iter(()))
 def test_a_fold_of_two_experiments_goes_on_with_the_words_that_began_it(killed: Path) -> None:
     words = ["experiment=[cicek2016_full,five_folds]", "data.fold=1", "data.phantom.cases=5"]
     config = composed(*words)

@@ -16,9 +16,10 @@ from promises import promise
 
 from unet3d.base import files
 from unet3d.base.errors import UserError
-from unet3d.config import compose, hydra_errors, rules
+from unet3d.config import compose, rules
 from unet3d.config.compose import read_plan
 from unet3d.config.schema import FACTS, Config
+from unet3d.config.words import not_a_flag
 
 # Words that the one line must hold, as often as they stand here.
 WRONG = {
@@ -278,7 +279,7 @@ def test_weights_that_leave_nothing_to_learn_are_refused(words: list[str], line:
 
 @pytest.mark.parametrize(("name", "meant"), MEANT.items())
 def test_an_option_is_meant_by_its_last_word_or_one_like_it(name: str, meant: str | None) -> None:
-    text = str(hydra_errors.not_a_flag(f"--{name}=1", []))
+    text = str(not_a_flag(f"--{name}=1", []))
     assert not missing(text, meant.split() if meant else ["--help"]), text
 
 
@@ -313,18 +314,19 @@ def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[st
     "an option that makes a resumed run another one, or that contradicts one that the run itself has",
     "one line: the option that was given, and what the run has; no option that the program noted",
 )
-def test_a_resumed_run_names_no_option_that_was_never_given() -> None:
+def test_a_resumed_run_names_no_option_that_was_never_given(tmp_path: Path) -> None:
     """`init_names` is what the run has noted of its start; `recompute` is the run's own, and is called so."""
     given = ["model=unet_tiny", f"init={__file__}", "optim.init_lr=0.1", "optim.init_names=[inc]"]
-    begun = compose.to_plain(compose.compose(given))
+    path = tmp_path / "config.yaml"
+    path.write_text(compose.to_yaml(compose.compose(given)))
     with pytest.raises(UserError, match=r"^resume: .*\binit: ") as caught:
-        compose.resumed(begun, "run", compose.compose_tree(["steps=999", "init=null"]))
+        compose.resumed(tmp_path, compose.compose_tree(["steps=999", "init=null"]))
     assert "init_names" not in str(caught.value)
-    lean = compose.to_plain(compose.compose(["model=unet_tiny", "recompute=lean"]))
+    path.write_text(compose.to_yaml(compose.compose(["model=unet_tiny", "recompute=lean"])))
     with pytest.raises(UserError, match=r"^recompute=lean and ckpt=2: .*; the run that goes on has recompute=lean$"):
-        compose.resumed(lean, "run", compose.compose_tree(["ckpt=2"]))
+        compose.resumed(tmp_path, compose.compose_tree(["ckpt=2"]))
     with pytest.raises(UserError, match=r"^ckpt=99: [^;]*; [^;]*; [^;]*$"):
-        compose.resumed(lean, "run", compose.compose_tree(["ckpt=99", "recompute=none"]))
+        compose.resumed(tmp_path, compose.compose_tree(["ckpt=99", "recompute=none"]))
 
 
 def configs(group: str) -> list[str]:

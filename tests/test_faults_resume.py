@@ -15,7 +15,6 @@ from training import TINY, Ended, at_step, call, numbers, records, same, send, s
 
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle
-from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.compose import refuse_changes
 from unet3d.run import checkpoint, job, run_folder
@@ -207,7 +206,7 @@ def test_an_option_added_on_resuming_is_kept(copy: Path) -> None:
     done = resume(copy, "steps=4")
     assert done.code == 0 and "hd95_mm/" in (copy / "scores.csv").read_text(), done.err
     assert [line["step"] for line in records(copy) if "val/dice_mean" in line] == [2, 4]
-    assert resumed_config(copy, compose.compose_tree([])).steps == 4
+    assert compose.resumed(copy, compose.compose_tree([])).steps == 4
 
 
 @promise("Resume", "another number of data workers, checkpointing on or off", "the same batches, weights and records")

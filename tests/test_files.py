@@ -1,4 +1,4 @@
-"""Temporary files and folders: the dead leave none for long, and those of the living stay."""
+"""Temporary files: the dead leave none for long, and those of the living stay."""
 
 import multiprocessing
 import os
@@ -15,17 +15,16 @@ from unet3d.base import files
 
 
 def write_half(folder: Path, reached: "multiprocessing.SimpleQueue[str]") -> None:
-    """Write a file and a folder in `folder`, without an end."""
-    with files.replacing(folder / "scores.nii") as file, files.making_folder(folder / "set") as made:
+    """Write a file in `folder`, without an end."""
+    with files.replacing(folder / "scores.nii") as file:
         file.write(b"half")
-        (made / "image.nii").write_bytes(b"half")
         reached.put("half")
         signal.pause()
 
 
 @contextmanager
 def writer(folder: Path) -> Iterator[BaseProcess]:
-    """A process that is half-way through a file and a folder."""
+    """A process that is half-way through a file."""
     context = multiprocessing.get_context("fork")
     reached = context.SimpleQueue()
     child = context.Process(target=write_half, args=(folder, reached))
@@ -58,7 +57,7 @@ def test_what_a_killed_command_was_writing_is_removed_by_the_next_that_writes_th
         (tmp_path / name).touch()
     with writer(tmp_path):
         files.write_text(tmp_path / "a", "x")
-        assert len(temporary(tmp_path)) == 5, "a living process goes on writing"
+        assert len(temporary(tmp_path)) == 4, "a living process goes on writing"
     files.remove_abandoned.cache_clear()
     files.write_text(tmp_path / "a", "x")
     assert {path.name for path in temporary(tmp_path)} == {*mine}, "names that this package does not draw"

@@ -26,7 +26,7 @@ LAYERS = (
     (FACE,),
 )
 LIBRARIES = {
-    "hydra": {"config.compose", "config.hydra_errors", "cli"},
+    "hydra": {"config.compose", "config.words", "cli"},
     "wandb": {"report.wandb_logger"},
     "tensorboard": {"report.loggers"},
     "nibabel": {"data"},

@@ -205,7 +205,7 @@ def test_a_sweep_that_cannot_be_is_one_line(
     ("launcher", "package"),
     [("joblib", "joblib"), ("submitit_local", "submitit"), ("submitit_slurm", "submitit"), ("slurm", "submitit")],
 )
-@without("unet3d.config.hydra_errors.LAUNCHERS", {}, only="joblib-joblib")
+@without("unet3d.config.words.LAUNCHERS", {}, only="joblib-joblib")
 def test_a_launcher_that_is_not_installed_is_one_line(launcher: str, package: str, tmp_path: Path) -> None:
     done = train(tmp_path / "place", "-m", "seed=0,1", f"hydra/launcher={launcher}", hook=without_plugins)
     assert done.code == 2 and done.err.count("\n") == 1

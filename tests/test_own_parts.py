@@ -19,7 +19,6 @@ from training import train as fork
 from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle
-from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.schema import Model
 from unet3d.memory.prediction import preflight
@@ -198,9 +197,9 @@ def test_a_planted_path_is_not_imported(
         file.write_text(file.read_text().replace("own_parts:Network", "planted:Network"))
     for words in ([], list(OWN[1:])):
         with pytest.raises(UserError, match=r"\bmodel\.path=planted:Network\b"):
-            resumed_config(planted, compose.compose_tree(words))
+            compose.resumed(planted, compose.compose_tree(words))
     with pytest.raises(UserError, match=r"\bmodel\.path: planted:Network -> own_parts:Network\b"):
-        resumed_config(planted, compose.compose_tree(OWN))
+        compose.resumed(planted, compose.compose_tree(OWN))
     assert face("report", planted) == 0, capsys.readouterr().err
 
 

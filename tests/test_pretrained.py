@@ -20,7 +20,6 @@ from unet3d import build
 from unet3d.base import ranks
 from unet3d.base.errors import CheckpointError, UserError
 from unet3d.base.types import Batch
-from unet3d.cli.train import resumed_config
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.prepare import PreparedData, prepare_data
@@ -324,7 +323,7 @@ def test_a_run_records_its_start_and_measures_what_it_predicted(net: Path, trans
 def test_a_resumed_run_needs_the_file_no_more(net: Path, transferred: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, given = transferred
     with pytest.raises(UserError, match=r"^resume: .*\binit\b"):
-        resumed_config(folder, compose.compose_tree([f"resume={folder}", f"init={net}"]))
+        compose.resumed(folder, compose.compose_tree([f"resume={folder}", f"init={net}"]))
     (folder.parent / "net.pt").unlink()
     ended = train(folder.parent, *given, "resume=auto", "steps=4", "eval_every=0")
     assert ended.code == 0, ended.err

@@ -457,7 +457,7 @@ TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.
     "refused; nothing outside is read or written",
 )
 @without("unet3d.run.record.refuse_links_out", nothing, only="scores.csv")
-@without("unet3d.cli.train.refuse_links_out", nothing, only="env.json")
+@without("unet3d.config.compose.refuse_links_out", nothing, only="env.json")
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
     stranger: Path, name: str, capsys: pytest.CaptureFixture
@@ -620,7 +620,7 @@ def test_folders_within_folders_without_end_are_refused(tmp_path: Path) -> None:
 @without("unet3d.report.report.MOST_COLUMNS", 10**6)
 def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
     """Rows that are shorter than the head, and records that each have a key of their own."""
-    rows = files.from_csv(",".join(map(str, range(4000))) + "\n" + "1\n" * 4000)
+    rows = files.from_csv([",".join(map(str, range(4000))), *["1"] * 4000])
     assert len(rows) == 4000 and rows[0] == {"0": "1"}
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     lines = (json.dumps({"step": number, f"key{number}": 1}) for number in range(3000))

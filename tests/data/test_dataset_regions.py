@@ -213,7 +213,7 @@ def test_data_regions_go_through_yaml_and_plain_values_in_their_order() -> None:
     config = compose.compose(words)
     again = compose.from_plain(json.loads(json.dumps(compose.to_plain(config))))
     assert [*again.data.regions.items()] == [("whole", [3, 1, 2]), ("core", 2), ("a", 3)]
-    assert compose.flat(compose.to_plain(config), ".")["data.regions"] == config.data.regions
+    assert compose.flat(compose.to_plain(config))["data.regions"] == config.data.regions
     with pytest.raises(UserError, match=r"data\.regions=null before it"):
         compose.compose([*words, "data.regions={core:2}"])
     alone = compose.compose([*words, "data.regions=null", "data.regions={x:[1,2,3]}", "data.regions_class_order=[2]"])

@@ -1,8 +1,6 @@
 """The generated data sets: the same for everyone, never half there; a phantom that is hard enough, and a real brain."""
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +8,6 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
-from guards import nothing, without
 from nifti_files import checked, told
 from promises import promise
 from scipy import ndimage
@@ -63,75 +60,46 @@ def test_more_cases_begin_with_the_same_ones(tmp_path: Path) -> None:
     assert two.items() < three.items()
 
 
-@without("shutil.rmtree", nothing)
-def test_a_generation_that_stops_half_way_leaves_nothing(tmp_path: Path) -> None:
-    case = GeneratedCase("a", np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), np.uint8), np.eye(4))
-
-    def stopped() -> Iterator[GeneratedCase]:
-        yield case
-        assert [*tmp_path.rglob("a.nii.gz")]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        synthetic.write_dataset(tmp_path / "set", {}, stopped())
-    assert not list(tmp_path.iterdir())
-    assert len(contents(synthetic.write_dataset(tmp_path / "set", {}, [case]))) == 3
+CASES = [GeneratedCase(name, np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), np.uint8), np.eye(4)) for name in "ab"]
 
 
 @promise(
     "Data",
     "SIGKILL while a data set is generated; two containers that generate it at once, with equal process numbers",
-    "what the dead left is removed by the next; each writes to a folder of its own, and one of them is kept",
+    "each file is written whole, dataset.json last: what was not finished is generated again by the next, and several "
+    "write the same bytes",
 )
-def test_what_a_killed_process_left_behind_is_removed(tmp_path: Path) -> None:
-    complete = synthetic.ensure_phantom(SMALL, tmp_path / "made")
-    left_behind = tmp_path / f".unet3d-{'0' * 16}.tmp"
-    os.rename(complete, left_behind)
-    assert len(contents(synthetic.ensure_phantom(SMALL, tmp_path))) == 5
-    assert {path.name for path in tmp_path.iterdir()} == {complete.name, "made"}
+def test_a_generation_that_stops_half_way_is_no_data_set_and_begins_again(tmp_path: Path) -> None:
+    def stopped() -> Iterator[GeneratedCase]:
+        yield CASES[0]
+        raise KeyboardInterrupt
 
-
-def of_one_process() -> str:
-    """Return the temporary name that processes of one number would draw from it."""
-    return f".unet3d-{'1' * 16}.tmp"
+    with pytest.raises(KeyboardInterrupt):
+        synthetic.write_dataset(tmp_path / "set", {}, stopped())
+    assert [*contents(tmp_path)] == ["set/imagesTr/a.nii.gz", "set/labelsTr/a.nii.gz"]
+    assert len(contents(synthetic.write_dataset(tmp_path / "set", {}, CASES))) == 5
 
 
 @promise("Data", "SIGKILL while a data ...")
-@without("unet3d.base.files.temporary_name", of_one_process)
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_two_containers_with_equal_process_numbers_do_not_disturb_each_other(tmp_path: Path, is_stopped: bool) -> None:
+def test_two_containers_do_not_disturb_each_other(tmp_path: Path, is_stopped: bool) -> None:
     """Both make the same data set on one disk; the second begins and ends, or is stopped, as the first is at work."""
-    one, two = (
-        GeneratedCase(name, np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), np.uint8), np.eye(4)) for name in "ab"
-    )
 
     def stopped() -> Iterator[GeneratedCase]:
-        yield one
+        yield CASES[0]
         raise KeyboardInterrupt
 
     def interrupted() -> Iterator[GeneratedCase]:
-        yield one
+        yield CASES[0]
         if is_stopped:
             with pytest.raises(KeyboardInterrupt):
                 synthetic.write_dataset(tmp_path / "set", {}, stopped())
         else:
-            synthetic.write_dataset(tmp_path / "set", {}, [one, two])
-        yield two
+            synthetic.write_dataset(tmp_path / "set", {}, CASES)
+        yield CASES[1]
 
     assert len(contents(synthetic.write_dataset(tmp_path / "set", {}, interrupted()))) == 5
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-def test_a_faster_process_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = os.rename
-
-    def too_late(source: Path, target: Path) -> None:
-        shutil.copytree(source, target)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", too_late)
-    folder = synthetic.ensure_phantom(SMALL, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
 
 
 def test_a_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:

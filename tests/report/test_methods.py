@@ -185,7 +185,7 @@ def told() -> Callable[[str], str]:
 @pytest.mark.parametrize("name", FACTS)
 def test_an_option_changes_it_or_is_none_of_its_business(name: str, told: Callable[[str], str]) -> None:
     beside = BESIDE.get(name, {})
-    default = compose.flat(compose.to_plain(Config()), ".").get(name)
+    default = compose.flat(compose.to_plain(Config())).get(name)
     changed = beside | {name: other_value(name, beside.get(name, default))}
     is_told = told(json.dumps(beside)) != told(json.dumps(changed))
     assert is_told is not bool(FACTS[name].get("untold")), "say it in methods.txt, or why not in UNTOLD"

@@ -9,13 +9,12 @@ import json
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -36,7 +35,7 @@ DEEPEST_YAML = 20  # levels
 TAGGED = (ValueError, LookupError, AttributeError, TypeError, OverflowError)  # raised for `!!bool x` and others
 PLAIN = (str, int, float, list, dict, type(None))
 DEEPEST_FOLDER = 50  # levels; os.walk of Python 3.11 is recursive
-TEMPORARY = re.compile(r"\.unet3d-[0-9a-f]{16}\.tmp")  # of what is not yet in its place; nobody else's
+TEMPORARY = f".unet3d-{'[0-9a-f]' * 16}.tmp"  # pattern of the names of what is not yet in its place
 # To a spreadsheet; -1e3 is none. Letters of full width count as their narrow ones where East Asian is spoken.
 FORMULA = re.compile(r"'*([=@＝＠＋－]|[+-](?!([\d.]+(e[+-]?\d+)?|inf|nan)$))", re.IGNORECASE)  # noqa: RUF001
 
@@ -47,8 +46,8 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
     remove_abandoned(path.parent.absolute())
     temporary = None
     try:
-        temporary, descriptor = _made(path.parent, os.O_RDWR | os.O_CREAT | os.O_EXCL)  # no file or link that is there
-        with open(descriptor, "w+b") as file:  # and held until it is in its place
+        temporary, held = _made(path.parent)
+        with held as file:  # and held until it is in its place
             yield file
             file.flush()
             os.fsync(file.fileno())  # content and names outlast a loss of power
@@ -70,78 +69,45 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
         raise
 
 
-@contextmanager
-def making_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder that becomes `folder` in one move at the end, or is removed. Raises OSError."""
-    remove_abandoned(folder.parent.absolute())
-    temporary, descriptor = _made(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield temporary
-        os.rename(temporary, folder)
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def temporary_name() -> str:
-    """Return a name that nobody has: process numbers repeat on other hosts."""
-    return f".unet3d-{secrets.token_hex(8)}.tmp"
-
-
-def _made(place: Path, flags: int) -> tuple[Path, int]:
-    """Return a new file or folder under a temporary name, and the descriptor by which this process holds it."""
+def _made(folder: Path) -> tuple[Path, IO[bytes]]:
+    """Return a new file under a temporary name that nobody has (process numbers repeat on other hosts), and held."""
     while True:
-        temporary = place / temporary_name()
-        if flags & os.O_DIRECTORY:
-            temporary.mkdir(parents=True)
-        try:
-            descriptor = os.open(temporary, flags, 0o666)
-        except FileNotFoundError:
-            if not flags & os.O_DIRECTORY:
-                raise
-            continue  # another process has removed the folder before it was held
-        hold(descriptor)
-        if os.fstat(descriptor).st_nlink:  # else it was removed before it was held
-            return temporary, descriptor
-        os.close(descriptor)
+        temporary = folder / f".unet3d-{secrets.token_hex(8)}.tmp"
+        file = open(temporary, "x+b")  # noqa: SIM115 (no file or link that is there)
+        hold(file)
+        if os.fstat(file.fileno()).st_nlink:  # else it was removed before it was held
+            return temporary, file
+        file.close()
 
 
-def hold(descriptor: int) -> None:
-    """Show other processes that a temporary file or folder is in use, where its disk supports locks.
+def hold(file: IO[bytes]) -> None:
+    """Show other processes that a temporary file is in use, where its disk supports locks.
 
     Not by lockf, whose lock ends as soon as any map of the file is closed.
     """
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @functools.cache
 def remove_abandoned(folder: Path) -> None:
-    """Remove, once in a process, the temporary files and folders in `folder` that no living process holds.
+    """Remove, once in a process, the temporary files in `folder` that no living process holds.
 
     Killed processes have left them, and they may be as large as what was written. What cannot be locked or written to
-    stays.
+    stays, and so do links.
     """
-    abandoned: list[Path] = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if TEMPORARY.fullmatch(entry.name):
-                abandoned.append(Path(entry.path))
-    for path in abandoned:
-        with suppress(OSError):
-            remove_unheld(path)
+    with suppress(OSError):
+        for path in folder.glob(TEMPORARY):
+            with suppress(OSError):
+                remove_unheld(path)
 
 
 def remove_unheld(path: Path) -> None:
-    """Remove a file or folder, no link. Raises OSError where it is held."""
-    is_folder = stat.S_ISDIR(path.lstat().st_mode)
-    kind = os.O_DIRECTORY if is_folder else os.O_RDWR  # some disks lock only what is open for writing
-    descriptor = os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Remove a file, no link. Raises OSError where it is held."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # some disks lock only what is written to
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_folder:
-            shutil.rmtree(path)
-        elif stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
             path.unlink()
     finally:
         os.close(descriptor)
@@ -177,11 +143,8 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Write the CSV of `as_csv` to a file, row by row."""
-    with replacing(path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
-        _write_rows(text, head, rows)
-        text.detach()  # writes what it holds
+    """Write the CSV of `as_csv` to a file."""
+    write_text(path, as_csv(head, rows))
 
 
 def as_csv(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -190,14 +153,10 @@ def as_csv(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     None is an empty cell.
     """
     text = io.StringIO()
-    _write_rows(text, head, rows)
-    return text.getvalue()
-
-
-def _write_rows(text: TextIO, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     for row in chain([head], rows):
         writer.writerow(map(_cell, row))
+    return text.getvalue()
 
 
 def _cell(value: Any) -> str:
@@ -206,12 +165,8 @@ def _cell(value: Any) -> str:
     return f"'{text}" if FORMULA.match(text) else text
 
 
-def from_csv(text: str) -> list[dict[str, str]]:
+def from_csv(lines: Iterable[str]) -> list[dict[str, str]]:
     """Return the rows of `as_csv` by their headings, each cell as it was given; [] if the text is damaged."""
-    return _rows(text.splitlines())
-
-
-def _rows(lines: Iterable[str]) -> list[dict[str, str]]:
     try:
         rows = csv.reader(lines)
         head = next(rows, [])
@@ -232,7 +187,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     Each row takes a few hundred bytes, however short it is in the file: there may be at most `MOST_ROWS`.
     """
     lines = (line.decode(errors="replace") for line in read_lines(path, LARGEST_TABLE))
-    rows = _rows(islice(lines, MOST_ROWS + 2))
+    rows = from_csv(islice(lines, MOST_ROWS + 2))
     if len(rows) > MOST_ROWS:
         raise UserError(f"{path}: has more than {MOST_ROWS:,} rows; shorten or remove it")
     return rows

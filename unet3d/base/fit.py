@@ -1,17 +1,10 @@
 """The search for what fits a limit: of schedules, patches, batches and memory options alike."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 GUESSES_TRUSTED = 5  # measurements; after these, what is left is halved
 T = TypeVar("T")
-
-
-class Known(NamedTuple):
-    """A candidate that was measured."""
-
-    guessed: float
-    measured: float
 
 
 def fit(
@@ -29,7 +22,7 @@ def fit(
     """
     too_large = -1
     fitting = len(candidates)
-    known: list[Known] = []
+    known: list[tuple[float, float]] = []  # guessed and measured needs
     while fitting - too_large > 1:
         number = too_large + 1
         if guess is not None:
@@ -42,7 +35,7 @@ def fit(
                 number = (too_large + fitting) // 2
         needed = measure(candidates[number])
         if guess is not None:
-            known.append(Known(guess(candidates[number]), needed))
+            known.append((guess(candidates[number]), needed))
         if needed <= limit:
             fitting = number
         else:
@@ -50,7 +43,7 @@ def fit(
     return fitting if fitting < len(candidates) else None
 
 
-def _largest_guess(known: Sequence[Known], limit: float) -> float:
+def _largest_guess(known: Sequence[tuple[float, float]], limit: float) -> float:
     """Return the guess at which a candidate would need the limit.
 
     What candidates need is taken to be linear in their guesses: through the two measured ones that are nearest to the
@@ -58,12 +51,12 @@ def _largest_guess(known: Sequence[Known], limit: float) -> float:
     """
     if not known:
         return limit
-    nearest = sorted(known, key=lambda point: abs(point.measured - limit))[:2]
+    nearest = sorted(known, key=lambda point: abs(point[1] - limit))[:2]
     guessed, measured = nearest[0]
     slope = measured / guessed if guessed and measured else 1.0
     if len(nearest) == 2:
-        run = nearest[1].guessed - guessed
-        rise = nearest[1].measured - measured
+        run = nearest[1][0] - guessed
+        rise = nearest[1][1] - measured
         if run and rise / run > 0:
             slope = rise / run
     return guessed + (limit - measured) / slope

@@ -10,8 +10,8 @@ from typing import Any
 from unet3d.base.errors import UserError, escaped, listed, warn
 from unet3d.config import compose, rules
 from unet3d.config.compose import read_plan
-from unet3d.config.hydra_errors import plain
 from unet3d.config.schema import FACTS, Config, options_with
+from unet3d.config.words import plain
 
 USAGE = """python train.py                                           train on phantoms, made once under data/
 python train.py data=nnunet data.root=PATH amp=true       train on a data set of your own

@@ -23,8 +23,8 @@ from unet3d.base.errors import LoaderError, NotSaved, OutOfMemory, Preempted, Ra
 from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.base.signals import INTERRUPTED
 from unet3d.config import compose
-from unet3d.config.hydra_errors import plain
 from unet3d.config.schema import Config, options_with
+from unet3d.config.words import plain
 from unet3d.run import run_folder
 
 LOCK = ".lock"
@@ -77,7 +77,7 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
         write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
     # A dry run has nothing to save: SIGINT interrupts it, and other signals end it at once, as Python does by default.
     ends_at_once = config.dry_run and ranks.SIZE == 1
-    with nullcontext() if ends_at_once else signals.handled(_ignore_signal, is_last=True):
+    with nullcontext() if ends_at_once else signals.handled(lambda *_: None, is_last=True):
         try:
             with signals.interrupted() if ends_at_once else signals.stopping() as stop:
                 job(config, folder, stop)
@@ -98,14 +98,10 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
     return Outcome(0)
 
 
-def _ignore_signal(*_: object) -> None:
-    """Ignore a signal that comes while a job says how it ended."""
-
-
 def run_as_follower_rank(job: TrainingJob) -> int:
     """Run this rank's part of a run, and return the exit code. The first rank alone reads options and writes."""
     folder = Path()
-    with open(os.devnull, "w") as nowhere, signals.handled(_ignore_signal, is_last=True):
+    with open(os.devnull, "w") as nowhere, signals.handled(lambda *_: None, is_last=True):
         try:
             with redirect_stdout(nowhere), redirect_stderr(nowhere), signals.stopping() as stop:
                 message = ranks.wait_for_job(stop)
@@ -134,21 +130,11 @@ def _not_an_exit(error: BaseException) -> BaseException:
 
 def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
     """Return the last line of a job that this error ended, and the exit code; print a traceback of a surprise."""
-    go_on = how_to_go_on(folder)
-    match error:
-        case Preempted():
-            return f"{error}; {go_on}", error.exit_code
-        case KeyboardInterrupt():
-            return f"interrupted; {go_on}", INTERRUPTED
-        case NotSaved():
-            return f"error: {error}; {go_on}", error.exit_code
-        case LoaderError() | RankLost():
-            return f"failed: {error}\n{go_on}", error.exit_code
-    ending = foreseen(error, folder, go_on)
-    if ending is not None:
-        return ending
-    print_error("".join(traceback.format_exception(error)).rstrip())  # nobody foresaw it
-    return f"failed: {error!r}", 1
+    ending = foreseen(error, folder, how_to_go_on(folder))
+    if ending is None:
+        print_error("".join(traceback.format_exception(error)).rstrip())
+        return f"failed: {error!r}", 1
+    return ending
 
 
 def foreseen(error: BaseException, place: object, go_on: str = "") -> tuple[str, int] | None:
@@ -156,25 +142,29 @@ def foreseen(error: BaseException, place: object, go_on: str = "") -> tuple[str,
 
     `place` stands for the file that no room was for, where the error names none.
     """
-    if isinstance(error, UserError | errors.CheckpointError | errors.NonFiniteLoss):
-        return f"error: {error}", error.exit_code
-    if isinstance(error, OSError) and errors.is_disk_full(error):
-        parts = [f"error: {error.filename or place}: {error.strerror}", errors.make_room(error), go_on]
-        return "; ".join(filter(None, parts)), UserError.exit_code
-    return ran_out(error, go_on)
-
-
-def ran_out(error: BaseException, go_on: str = "") -> tuple[str, int] | None:
-    """Return the last line and the exit code where memory or open files ran out; None for another error."""
-    if isinstance(error, OutOfMemory):
-        return "\n".join(filter(None, [f"out of memory: {error}", go_on])), error.exit_code
-    if errors.is_out_of_memory(error):
-        parts = [f"out of memory: {errors.reason(error)}", go_on]
-        return "; ".join(filter(None, parts)), OutOfMemory.exit_code
-    if errors.is_out_of_files(error):
-        parts = ["error: too many open files", errors.file_limit(), go_on]
-        return "; ".join(filter(None, parts)), UserError.exit_code
-    return None
+    code = getattr(error, "exit_code", UserError.exit_code)
+    match error:
+        case Preempted():
+            parts = [str(error), go_on]
+        case KeyboardInterrupt():
+            parts, code = ["interrupted", go_on], INTERRUPTED
+        case NotSaved():
+            parts = [f"error: {error}", go_on]
+        case LoaderError() | RankLost():
+            parts = [f"failed: {error}\n{go_on}".rstrip()]
+        case OutOfMemory():
+            parts = [f"out of memory: {error}\n{go_on}".rstrip()]
+        case errors.ForeseenError():
+            parts = [f"error: {error}"]
+        case OSError() if errors.is_disk_full(error):
+            parts = [f"error: {error.filename or place}: {error.strerror}", errors.make_room(error), go_on]
+        case _ if errors.is_out_of_memory(error):
+            parts, code = [f"out of memory: {errors.reason(error)}", go_on], OutOfMemory.exit_code
+        case _ if errors.is_out_of_files(error):
+            parts = ["error: too many open files", errors.file_limit(), go_on]
+        case _:
+            return None
+    return "; ".join(filter(None, parts)), code
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -186,7 +176,7 @@ def how_to_go_on(folder: Path) -> str:
         return "there is no checkpoint yet to go on from"
     words = [path_option("resume", folder)]
     with suppress(UserError, OSError, ValueError, AttributeError):  # resuming will say what is wrong with its config
-        named = compose.flat(read_yaml(folder / "config.yaml"), ".")
+        named = compose.flat(read_yaml(folder / "config.yaml"))
         words += [f"{name}={plain(named[name])}" for name in options_with("imports") if named.get(name)]
     return f"to go on: {process.training_command(words)}"
 
@@ -331,15 +321,13 @@ def describe_exit(code: int) -> str:
 def requeue() -> None:
     """Under Slurm, put this job back in the queue; a failure costs one line."""
     job = os.environ.get("SLURM_JOB_ID")
-    problem = ""
     if not job:
-        problem = ": not a job of Slurm (no SLURM_JOB_ID)"
-    else:
-        try:
-            done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
-            if done.returncode:
-                problem = f" {job}: {done.stderr.strip() or f'exit code {done.returncode}'}"
-        except OSError as error:
-            problem = f" {job}: {error}"
+        warn("scontrol requeue: not a job of Slurm (no SLURM_JOB_ID); the job is not requeued")
+        return
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+        problem = (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
+    except OSError as error:
+        problem = str(error)
     if problem:
-        warn(f"scontrol requeue{problem}; the job is not requeued")
+        warn(f"scontrol requeue {job}: {problem}; the job is not requeued")

@@ -10,7 +10,7 @@ from unet3d.base import process
 from unet3d.base.errors import UserError
 from unet3d.cli import commands, lifecycle, memory, plan_command, predict, train
 from unet3d.config import compose
-from unet3d.config.hydra_errors import not_a_flag
+from unet3d.config.words import not_a_flag
 
 Command = Callable[[argparse.Namespace], int | None]  # returns an exit code, None for 0
 LISTS = ("overrides", "inputs", "checkpoints", "runs")  # arguments that take any number of words

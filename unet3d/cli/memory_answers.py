@@ -9,9 +9,9 @@ import math
 import re
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from unet3d.memory import any_network, remedies, tables
 from unet3d.memory.any_network import Check, Explanation
 from unet3d.memory.meter import STEPS_FOR_PEAK
 from unet3d.memory.prediction import MemoryEstimate, estimate, left_out, recompute_line
-from unet3d.memory.technique import step_peak
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 from unet3d.report import explained, memory_plots
@@ -42,6 +41,7 @@ from unet3d.run.pretrained import with_init_names
 ABOVE = 1  # the exit code where the peak is more than the limit
 ROWS_SHOWN = 24  # of the table of what fits
 ESCAPED = re.compile(r"[\\](.)")
+TYPED = {"True": "true", "False": "false", "None": "null"}
 BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
 WORK = "recompute: forward passes in a step"
@@ -56,23 +56,21 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
     """
     estimates, skipped = _estimates(jobs, half)
     first_peak = next(iter(estimates.values())).step.tensors
+    settings = settings_of(jobs)
+    keys = list(dict.fromkeys(key for values in settings.values() for key in values))
     rows = []
     cells: list[list] = []
-    options = [dict(word.split("=", 1) for word in words) for words in own_words(jobs)]
-    keys = list(dict.fromkeys(key for values in options for key in values))
-    for name, values in zip(_names(jobs), options, strict=True):
+    for name, values in settings.items():
+        row = [name, "", "", "", "skipped"]
+        sizes: tuple[int | None, ...] = (None, None)
         subject = estimates.get(name)
-        if subject is None:
-            rows.append([name, "", "", "", "skipped"])
-            cells.append([name, *map(values.get, keys), None, None])
-            continue
-        peak = subject.step.tensors
-        change = f"{peak / first_peak - 1:+.1%}"
-        rows.append([name, f"{subject.parameters:,}", mib(peak), change, tables.moment(subject.entry)])
-        cells.append([name, *map(values.get, keys), subject.parameters, peak])
-    table = Table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
-    console = paper(NARROW)
-    console.print(narrow_tables("Predicted peak of a step", table, console.width))
+        if subject is not None:
+            sizes = subject.parameters, subject.step.tensors
+            change = f"{subject.step.tensors / first_peak - 1:+.1%}"
+            row = [name, f"{sizes[0]:,}", mib(subject.step.tensors), change, tables.moment(subject.entry)]
+        rows.append(row)
+        cells.append([name, *map(values.get, keys), *sizes])
+    _print_table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
     _print_skipped(skipped)
     if out is not None:
         (out / "figures").mkdir(parents=True, exist_ok=True)
@@ -82,6 +80,11 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
         print(escaped(out))
 
 
+def _print_table(columns: list[str], rows: list[list[str]]) -> None:
+    console = paper(NARROW)
+    console.print(narrow_tables("Predicted peak of a step", Table(columns, rows), console.width))
+
+
 def _estimates(jobs: Sequence[Sequence[str]], half: bool) -> tuple[dict[str, MemoryEstimate], dict[str, UserError]]:
     """Return the simulated estimate of each job by its name, and why others make no sense.
 
@@ -89,7 +92,7 @@ def _estimates(jobs: Sequence[Sequence[str]], half: bool) -> tuple[dict[str, Mem
     """
     estimates = {}
     skipped = {}
-    for name, job in track(list(zip(_names(jobs), jobs, strict=True)), "networks"):
+    for name, job in track(list(zip(settings_of(jobs), jobs, strict=True)), "networks"):
         try:
             subject = replace(estimate(with_init_names(job), half), steps=STEPS_FOR_PEAK)
             _ = subject.meter  # simulates, which alone finds some mistakes
@@ -101,27 +104,22 @@ def _estimates(jobs: Sequence[Sequence[str]], half: bool) -> tuple[dict[str, Mem
     return estimates, skipped
 
 
-def _names(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return the overrides of each job that are not common to all. Raises UserError where two have the same."""
-    names = [" ".join(words) or "config" for words in own_words(jobs)]
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise UserError(f"{name} is asked for more than once; name each value once")
-    return names
+def settings_of(jobs: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Return of each job, by its name, the options that are not common to all, as they are typed.
 
-
-def own_words(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return of each job the overrides that are not common to all, as they are typed: Hydra writes `amp=False`."""
+    Hydra writes `amp=False`. Raises UserError where two jobs have the same name.
+    """
     common = set(jobs[0]).intersection(*jobs)
-    typed = {"True": "true", "False": "false", "None": "null"}
-    own_words = []
+    settings: dict[str, dict[str, str]] = {}
     for job in jobs:
-        words = []
+        values = {}
         for key, _, value in (word.partition("=") for word in job if word not in common):
-            plain = typed.get(value) or ESCAPED.sub(r"\1", value)
-            words.append(f"{key}={plain}")
-        own_words.append(words)
-    return own_words
+            values[key] = TYPED.get(value) or ESCAPED.sub(r"\1", value)
+        name = " ".join(f"{key}={value}" for key, value in values.items()) or "config"
+        if name in settings:
+            raise UserError(f"{name} is asked for more than once; name each value once")
+        settings[name] = values
+    return settings
 
 
 def _print_skipped(skipped: Mapping[str, UserError]) -> None:
@@ -152,8 +150,7 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
 def _points(subject: MemoryEstimate) -> Iterator[tuple[str, float, str, int, int]]:
     """Yield what varies, its value, the overrides, parameters and peak: of schedules, then of the other options."""
     if subject.technique.program is not None:
-        plain = step_peak(replace(subject.config, recompute="none"), subject.model)
-        for work, peak in [(1.0, plain.tensors), *sizes_of_schedules(subject)]:
+        for work, peak in sizes_of_schedules(subject):
             words = f"recompute=auto budget={math.ceil(10 * peak / MIB) / 10}MiB"
             yield WORK, work, words, subject.parameters, peak
     for axis, x, words, varied in _varied(subject):
@@ -222,14 +219,14 @@ class OwnNetwork:
 
     def predict(self, shape: Sequence[int], config: Config, depth: int | None = None) -> Explanation:
         """Return the prediction of a step with an input of N C D H W; its `guesses` are no warnings."""
-        with self._step_refused(shape), warnings.catch_warnings(action="ignore"):
+        with self._failures_refused(_step(shape)), warnings.catch_warnings(action="ignore"):
             device_type = build.device_type(config)
             return any_network.predict(self._trained(config), shape, amp=_amp(config), device=device_type, depth=depth)
 
     def measure(self, shape: Sequence[int], config: Config, depth: int | None) -> Explanation:
         """Return what steps on the config's device have measured."""
         device = build.device(config)
-        with self._step_refused(shape):
+        with self._failures_refused(_step(shape)):
             self.network.to(device)
             return any_network.explain(self._trained(config), shape, amp=_amp(config), depth=depth)
 
@@ -241,9 +238,6 @@ class OwnNetwork:
         trained = Recomputed(self.network, plan)
         schedules_of(trained).prepared = self._prepared
         return trained
-
-    def _step_refused(self, shape: Sequence[int]) -> AbstractContextManager[None]:
-        return self._failures_refused(f"a step with --input {'x'.join(map(str, shape))} fails")
 
     @contextmanager
     def _failures_refused(self, problem: str) -> Iterator[None]:
@@ -257,6 +251,10 @@ class OwnNetwork:
             if isinstance(error, ImportError):  # MONAI goes on with advice and a trace
                 text = f"needs a package that is not installed: {escaped(str(error).partition(chr(10))[0])}"
             raise UserError(f"--module {self.path}: {text}") from error
+
+
+def _step(shape: Sequence[int]) -> str:
+    return f"a step with --input {'x'.join(map(str, shape))} fails"
 
 
 def _amp(config: Config) -> bool | str:
@@ -285,20 +283,19 @@ def print_peaks_of(
     """Print one row a config for a step of any network. Raises UserError for a network that cannot be run."""
     rows: list[list[str]] = []
     first_peak = 0
-    for words, config in track(list(zip(own_words(jobs), configs, strict=True)), "steps"):
+    for name, config in track(list(zip(settings_of(jobs), configs, strict=True)), "steps"):
         found = own.predict(shape, config)
         first_peak = first_peak or found.peak_bytes
         program = found.program
         work = "" if program is None else f"{program.schedule.work - 1:+.0%}" if program.saves_memory else "runs plain"
-        row = [" ".join(words), mib(found.peak_bytes), f"{found.peak_bytes / first_peak - 1:+.1%}", work]
+        row = [name, mib(found.peak_bytes), f"{found.peak_bytes / first_peak - 1:+.1%}", work]
         if "reserved_bytes" in found.entry:
             row.append(mib(found.entry["reserved_bytes"]))
         rows.append(row)
     heads = ["config", "peak (MiB, predicted)", "change", "forward work", "reserved (MiB)"][: max(map(len, rows))]
     rows = [row + [""] * (len(heads) - len(row)) for row in rows]
     print(f"{type(own.network).__name__}: input {'x'.join(map(str, shape))}")
-    console = paper(NARROW)
-    console.print(narrow_tables("Predicted peak of a step", Table(heads, rows), console.width))
+    _print_table(heads, rows)
 
 
 def print_check(predict: Callable[[], Explanation | MemoryEstimate], config: Config, flags: argparse.Namespace) -> int:

@@ -52,8 +52,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
         subject.ledger.layer = layer_names(subject.meter.model, depth)
     narrower = narrowed(subject)
     relatives = family(subject, overrides)
-    beside = [subject, *narrower.values(), *relatives]
-    for network in track(beside, "networks"):
+    for network in track([subject, *narrower.values(), *relatives], "networks"):
         _ = network.meter  # simulates
     relatives.sort(key=lambda relative: -relative.parameters)
     advice = tables.peak_location(subject.entry)
@@ -62,12 +61,7 @@ def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, de
         advice["override"] = " ".join(remedies.width_overrides(halved.model))
         advice["halved_peak_bytes"] = halved.step.tensors
     without = subject.without()
-    sections = [
-        *_of_the_peak(subject, advice),
-        *_of_options(subject, without),
-        *_of_others(subject, narrower, relatives),
-    ]
-    text = plain_text(sections, WIDE)
+    text = plain_text([*_of_subject(subject, advice, without), *_of_others(subject, narrower, relatives)], WIDE)
     print(text, end="")
     if out is None:
         return
@@ -103,17 +97,16 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
 
     Only the subject where the overrides set widths or name a network of the user's own.
     """
+    relatives = [subject]
     model_config = subject.config.model
-    named = None
-    with suppress(UserError):  # the named network is too deep for this patch
+    try:
         named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
-    if named is None or not subject.model.features:
-        return [subject]
+    except UserError:  # the named network is too deep for this patch, or is none of the package's
+        return relatives
     if (named.features, named.decoder) != (model_config.features, model_config.decoder):
-        return [subject]
+        return relatives
     stem = subject.name.partition("_")[0]
     rest = [override for override in overrides if not override.startswith("model=")]
-    relatives = [subject]
     for name in compose.choices("model"):
         if name.partition("_")[0] == stem and name != subject.name:
             with suppress(UserError):  # a relative that this patch or option does not suit
@@ -122,13 +115,16 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
     return relatives
 
 
-def _of_the_peak(subject: MemoryEstimate, advice: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield how high the peak is, when it is, and what it is made of."""
+def _of_subject(subject: MemoryEstimate, advice: Mapping[str, Any], without: Mapping[str, int]) -> Iterator[Section]:
+    """Yield how high the peak is, when it is, what it is made of, and what options do to it.
+
+    `without`: each option that saves memory and is used, with the peak without it, in bytes.
+    """
     entry = subject.entry
+    peak = subject.step.tensors
     yield _summary(subject)
-    kind = tables.predicted_kind(entry)
-    yield f"predicted peak of a step: {mib(subject.step.tensors)} MiB ({kind}), {tables.moment(entry)}"
-    yield tables.sentence(advice, subject.step.tensors)
+    yield f"predicted peak of a step: {mib(peak)} MiB ({tables.predicted_kind(entry)}), {tables.moment(entry)}"
+    yield tables.sentence(advice, peak)
     yield "What the prediction includes", _kinds_of_peak(subject)
     yield from tables.guessed(subject.meter.guesses)
     if subject.meter.for_gpu:
@@ -143,18 +139,13 @@ def _of_the_peak(subject: MemoryEstimate, advice: Mapping[str, Any]) -> Iterator
     yield "At the peak, by level of the U", tables.levels(entry)
     yield "At the peak, by layer", tables.layers(entry)
     yield "At the peak, the largest groups of tensors", _groups(subject)
-
-
-def _of_options(subject: MemoryEstimate, without: Mapping[str, int]) -> Iterator[Section]:
-    """Yield what options that save memory, and others, do to the peak; `without` each that is used, in bytes."""
-    peak = subject.step.tensors
     if without:
         yield "Peak without each option (predicted)", tables.single_techniques(without, peak)
     if subject.dtype is torch.float32:
         yield "Peak with each further option alone (predicted)", _further(subject)
     if subject.technique.program is not None:
         yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
-    yield "What parameters cost", tables.state(subject.entry, subject.parameters)
+    yield "What parameters cost", tables.state(entry, subject.parameters)
     yield "Usual estimates and their error", tables.estimates(usual_estimates(subject), peak)
 
 
@@ -194,18 +185,20 @@ def _further(subject: MemoryEstimate) -> Table:
 
 def _schedules(subject: MemoryEstimate) -> Table:
     """Return what the plain step needs and, with recompute, steps of ever more work."""
-    plain = step_peak(replace(subject.config, recompute="none"), subject.model).tensors
+    (_, plain), *sizes = sizes_of_schedules(subject)
     rows = [["recompute=none", "1.00", mib(plain), ""]]
-    for work, size in sizes_of_schedules(subject):
+    for work, size in sizes:
         rows.append(["recompute=auto", f"{work:.2f}", mib(size), percent(plain - size, plain)])
     return Table(["option", "forward passes in a step", "peak (MiB)", "saved"], rows)
 
 
 def sizes_of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
-    """Return work (in forward passes) and peak (bytes) of steps by some schedules, from the least work on."""
-    techniques = some_schedules(subject.config, subject.model, subject.dtype)
-    points = []
-    for technique in track(techniques, "schedules"):
+    """Return work (in forward passes) and peak (bytes) of the plain step, and of steps by some schedules.
+
+    From the least work on.
+    """
+    points = [(1.0, step_peak(replace(subject.config, recompute="none"), subject.model).tensors)]
+    for technique in track(some_schedules(subject.config, subject.model, subject.dtype), "schedules"):
         assert technique.program is not None
         step = step_peak(subject.config, subject.model, technique)
         points.append((technique.program.schedule.work, step.tensors))
@@ -217,17 +210,12 @@ def _summary(subject: MemoryEstimate) -> str:
     config = subject.config
     autocast = build.policy(config, "cpu").dtype
     precision = f"amp {_dtype(autocast)}" if autocast else _dtype(subject.dtype)
-    if config.ckpt:
-        recompute = f"at most {config.ckpt} checkpointed segments"
-    elif subject.technique.program is not None:
+    recompute = f"at most {config.ckpt} checkpointed segments" if config.ckpt else "no checkpointing"
+    if subject.technique.program is not None:
         recompute = recompute_line(config, subject.technique.program)
-    else:
-        recompute = "no checkpointing"
     patch = "x".join(map(str, config.data.patch))
-    return (
-        f"{subject.name}: {subject.parameters:,} parameters; patch {patch}, batch {config.batch}, {precision}, "
-        f"on {build.device_type(config)}; {recompute}"
-    )
+    step = f"patch {patch}, batch {config.batch}, {precision}, on {build.device_type(config)}"
+    return f"{subject.name}: {subject.parameters:,} parameters; {step}; {recompute}"
 
 
 def _dtype(dtype: object) -> str:
@@ -289,7 +277,6 @@ def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> 
         if other.parameters > subject.parameters and other.step.tensors < subject.step.tensors:
             ratio = other.parameters / subject.parameters
             joins = f"at full resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}"
-            yield (
-                f"{other.name} has {ratio:.1f} times the parameters of {subject.name} and needs "
-                f"{mib(subject.step.tensors - other.step.tensors)} MiB less: {joins}. {WHERE}"
-            )
+            more = f"{ratio:.1f} times the parameters of {subject.name}"
+            less = f"{mib(subject.step.tensors - other.step.tensors)} MiB less"
+            yield f"{other.name} has {more} and needs {less}: {joins}. {WHERE}"

@@ -3,13 +3,14 @@
 import argparse
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, escaped, is_out_of_memory, not_saved, reason, warn
+from unet3d.base.errors import UserError, escaped, is_out_of_files, is_out_of_memory, not_saved, reason, warn
 from unet3d.base.files import NIFTI_ENDINGS, OTHER_ENDINGS
 from unet3d.cli import lifecycle
 from unet3d.cli.commands import counted
@@ -49,26 +50,23 @@ def run(arguments: argparse.Namespace) -> int:
     missing_of = paths_of if arguments.overwrite else _missing(origins, cases, paths_of)
     for line in predicted_files.doubts_about(cases):
         warn(line)
-    failed = len(problems)
-    written = 0
-    skipped = 0
+    counts = Counter(failed=len(problems))
     with progress.counting("predicting cases", len(cases)) as counter:
         for case in cases:
             missing = missing_of[case.id]
             label_map = paths_of[case.id][0]
             if label_map not in missing:
-                skipped += 1
+                counts["skipped"] += 1
                 before = "this network wrote it from this image (--overwrite writes it again)"
                 print(f"{escaped(label_map)}: skipped, {before}")
                 for path in missing[:1]:
                     print(f"{escaped(path)}: not written, since its label map was skipped (--overwrite)")
-            elif _segment(segmenter, case, missing, origins):
-                written += 1
             else:
-                failed += 1
+                is_written = _segment(segmenter, case, missing, origins)
+                counts["written" if is_written else "failed"] += 1
             counter.advance()
-    _print_counts(written, skipped, failed, segmenter)
-    return UserError.exit_code if failed else 0
+    _print_counts(counts, segmenter)
+    return UserError.exit_code if counts["failed"] else 0
 
 
 def _names_file(out: Path) -> bool:
@@ -151,15 +149,15 @@ def _refuse_images(outputs: Iterable[Sequence[Path]], images: Sequence[Path], is
             raise UserError(f"{path}: {what}; give another folder for the label maps")
 
 
-def _print_counts(written: int, skipped: int, failed: int, segmenter: "Segmenter") -> None:
+def _print_counts(counts: Mapping[str, int], segmenter: "Segmenter") -> None:
     """Print how many label maps were written, what their values mean, and how many were not."""
-    line = f"{counted(written, 'label map')} written"
-    for count, what in ((skipped, "skipped"), (failed, "not segmented")):
-        if count:
-            line += f", {count} {what}"
-    if written:
+    line = f"{counted(counts['written'], 'label map')} written"
+    for kind, what in (("skipped", "skipped"), ("failed", "not segmented")):
+        if counts[kind]:
+            line += f", {counts[kind]} {what}"
+    if counts["written"]:
         line += f"; values: {escaped(segmenter.written)}"
-    if written and segmenter.largest:
+    if counts["written"] and segmenter.largest:
         kept = ", ".join(segmenter.classes[number] for number in segmenter.largest)
         line += f"; only the largest component is kept of: {escaped(kept)}"
     print(line)
@@ -202,7 +200,7 @@ def _segment(segmenter: "Segmenter", case: "Case", paths: Sequence[Path], origin
     except UserError as error:
         lifecycle.print_error(f"error: {escaped(error)}")
     except OSError as error:
-        if lifecycle.ran_out(error) is not None:
+        if is_out_of_memory(error) or is_out_of_files(error):
             raise
         named = [path for path in paths if str(path) == error.filename]
         raise not_saved(named[0] if named else paths[0], error) from error

@@ -25,8 +25,8 @@ from unet3d.base.errors import Preempted, UserError, escaped, reason
 from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.compose import Composed
-from unet3d.config.hydra_errors import in_one_line
 from unet3d.config.schema import Config
+from unet3d.config.words import in_one_line
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"

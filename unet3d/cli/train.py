@@ -19,14 +19,12 @@ from omegaconf import DictConfig
 
 from unet3d.base import process, ranks
 from unet3d.base.errors import UserError, escaped, is_disk_full, make_room, warn
-from unet3d.base.files import read_yaml_as_written, refuse_links_out
 from unet3d.base.signals import Stop
 from unet3d.cli import commands, lifecycle, sweep
 from unet3d.config import compose
-from unet3d.config.compose import Composed, resumed
-from unet3d.config.hydra_errors import not_a_flag
+from unet3d.config.compose import Composed
 from unet3d.config.schema import Config
-from unet3d.config.words import as_written, refuse_misread
+from unet3d.config.words import as_written, not_a_flag
 from unet3d.report import wandb_logger
 
 if TYPE_CHECKING:
@@ -171,21 +169,10 @@ def _planned(composed: Composed) -> sweep.Job:
     folder = Path(resume)
     if not lifecycle.checkpoints(folder):
         raise UserError(f"resume={folder}: no run with a checkpoint there; give a run folder, outputs/DATE/TIME-ID")
-    config = resumed_config(folder, composed)
+    config = compose.resumed(folder, composed)
     if config.dry_run:
         raise UserError("resume goes on with a run, dry_run only predicts; remove one of them")
     return sweep.Job(composed, config, folder.resolve())
-
-
-def resumed_config(folder: Path, composed: Composed) -> Config:
-    """Return the config of the run in `folder` with what the command line sets. Raises UserError."""
-    refuse_links_out(folder)
-    path = folder / "config.yaml"
-    values, written = read_yaml_as_written(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds no options: it is missing, or damaged")
-    refuse_misread(path, values, written)
-    return resumed(values, str(folder), composed)
 
 
 def refuse_unwritable(folder: Path, option: str) -> None:

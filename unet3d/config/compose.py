@@ -4,7 +4,6 @@ A plan's file has options as plain values, and what was predicted of the run. Re
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +26,19 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base.errors import UserError
-from unet3d.base.files import read_yaml_as_written
-from unet3d.config.hydra_errors import in_one_line, nearest, plain, point_for_comma, quoted
+from unet3d.base.files import read_yaml_as_written, refuse_links_out
 from unet3d.config.rules import check
 from unet3d.config.schema import FACTS, KINDS, Config, flat, options_with
-from unet3d.config.words import as_written, files_of, names_set, refuse_misread
+from unet3d.config.words import (
+    as_written,
+    files_of,
+    in_one_line,
+    nearest,
+    plain,
+    point_for_comma,
+    quoted,
+    refuse_misread,
+)
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
@@ -108,7 +116,22 @@ class Composed:
 
     def names_set(self, purpose: str) -> set[str]:
         """Return the options that the command line sets, for the option `purpose`. Raises UserError."""
-        return names_set(parsed(self.overrides), self.file_folders(), purpose)
+        names: set[str] = set()
+        for word in parsed(self.overrides):
+            key = word.key_or_group
+            if key.startswith("hydra") or word.input_line == "experiment=null":
+                continue
+            if key in FACTS and not word.is_delete():
+                names.add(key)
+                continue
+            value = word.value()
+            chosen = value if isinstance(value, list) else [value]
+            files = [file for name in chosen for file in files_of(key, str(name), self.file_folders())]
+            if word.is_delete() or not files:
+                raise UserError(f"{purpose}: {word.input_line}: name the options that change, as in optim.lr=0.001")
+            for file in files:
+                names |= flat(file.values, file.prefix).keys() & FACTS.keys()
+        return names
 
     def file_folders(self) -> list[Path]:
         """Return the folders where Hydra looks for YAML files, the package's first."""
@@ -148,13 +171,12 @@ def _refuse_misread_files(composed: Composed) -> None:
     if folders == [config_folder()]:
         return
     for group, choice in composed.tree.hydra.runtime.choices.items():
-        for name in [choice] if isinstance(choice, str) else choice or []:
-            for file in files_of(group, str(name), folders):
-                # These files are the user's own, which may have aliases.
-                written = yaml.BaseLoader(file.path.read_text()).get_single_data()
-                if isinstance(written, dict):
-                    written.pop("defaults", None)
-                    refuse_misread(file.path, file.values, written, file.prefix.rstrip("."))
+        for file in files_of(group, str(choice), folders):
+            # These files are the user's own, which may have aliases.
+            written = yaml.BaseLoader(file.path.read_text()).get_single_data()
+            if isinstance(written, dict):
+                written.pop("defaults", None)
+                refuse_misread(file.path, file.values, written, file.prefix.rstrip("."))
 
 
 def apply_plan(composed: Composed) -> None:
@@ -194,7 +216,7 @@ def read_plan(path: str) -> PlanFile:
     if "${" in repr(content):
         raise UserError(f"{place}: holds ${{...}}, which a plan's plain values do not")
     refuse_misread(place, content["options"], written["options"])
-    options = flat(content["options"], ".")
+    options = flat(content["options"])
     for name in map(str, options):
         if name not in FACTS:
             raise UserError(f"{place}: {name}: no such option{nearest(name)}")
@@ -243,11 +265,11 @@ def load(options: DictConfig, here: bool = True) -> Config:
         values = OmegaConf.to_container(options)
         config = OmegaConf.to_object(options)
     assert isinstance(values, dict)
-    added = flat(values, ".").keys() - FACTS.keys()  # by `+key=value`, which Hydra allows
+    added = flat(values).keys() - FACTS.keys()  # by `+key=value`, which Hydra allows
     if added:
         raise UserError(f"{min(added)}: no such option{nearest(min(added))}")
     assert isinstance(config, Config)
-    for name, value in flat(to_plain(config), ".").items():
+    for name, value in flat(to_plain(config)).items():
         if "${" in str(value):  # from `\${...}` in a file: a checkpoint that holds it cannot be read
             raise UserError(f"{name}={value}: write it without ${{...}}, which a run's files do not hold")
     check(config, here)
@@ -301,7 +323,7 @@ def sweep(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep: `a=1,2 b=3` gives `[[a=1, b=3], [a=2, b=3]]`."""
     with in_one_line():
         values = [_each_value(word) for word in parsed(overrides)]
-    return [list(job) for job in itertools.product(*values)]
+    return [list(job) for job in product(*values)]
 
 
 def _each_value(override: Override) -> list[str]:
@@ -345,8 +367,8 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
 
     Raises UserError for those that make it another run.
     """
-    old = flat(before, ".")
-    new = flat(now, ".")
+    old = flat(before)
+    new = flat(now)
     changes = []
     refused = []
     for name in sorted(old.keys() & new.keys()):  # an option that is new in this version has its default
@@ -361,13 +383,19 @@ def refuse_changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[st
     return changes
 
 
-def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Config:
-    """Return the config of the run in `folder`: the plain `values` of its file, and what the command line sets.
+def resumed(folder: Path, composed: Composed) -> Config:
+    """Return the config of the run in `folder`, with what the command line sets.
 
-    Raises UserError where that makes it another run, or where code would be imported that only the file names.
+    Raises UserError where that makes it another run, or where code would be imported that only its file names.
     """
+    refuse_links_out(folder)
+    path = folder / "config.yaml"
+    values, written = read_yaml_as_written(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no options: it is missing, or damaged")
+    refuse_misread(path, values, written)
     options = OmegaConf.structured(from_plain(values))
-    asked = _flat(composed.options) | {"resume": folder}
+    asked = _flat(composed.options) | {"resume": str(folder)}
     given = composed.names_set("resume") | {"resume"}
     with in_one_line():
         for name in given:
@@ -392,4 +420,4 @@ def resumed(values: Mapping[Any, Any], folder: str, composed: Composed) -> Confi
 
 def _flat(options: DictConfig) -> dict[str, Any]:
     """Return the values of options by their dotted names."""
-    return flat(OmegaConf.to_container(options), ".")  # type: ignore[arg-type]
+    return flat(OmegaConf.to_container(options))  # type: ignore[arg-type]

@@ -49,12 +49,6 @@ def check(config: Config, here: bool = True) -> None:
     if here:
         check_ranks(config)
         _check_weights(config)
-    for name, value, things in (
-        ("inference.batch", config.inference.batch, "windows"),
-        ("workers", config.workers, "processes"),
-    ):
-        if value != "auto" and type(value) is not int:
-            raise UserError(f"{name}={value}: use a number of {things}, or auto")
     if config.model.norm == "batch_current" and config.inference.batch not in ("auto", 1):
         raise mixed_windows(config.inference.batch, "model.norm=batch_current")
     _check_switches(config)
@@ -71,6 +65,8 @@ def check_options(config: Config) -> None:
     """Raise UserError for the first option out of its range."""
     for name, value, facts in options(config):
         _check_range(name, value, facts)
+        if facts.get("kind") == "int or auto" and value != "auto" and type(value) is not int:
+            raise UserError(f"{name}={value}: use a number, or auto ({facts['about']})")
         if facts.get("ascending") and value[0] > value[1]:
             raise UserError(f"{name}={value}: give [smallest, largest]")
 
@@ -144,33 +140,29 @@ def _here(path: str) -> str:
 
 def _check_wandb(config: Config) -> None:
     """Raise UserError for a name that wandb refuses, at the start of a run or as it is uploaded."""
-    for option in options_with("letters"):
-        name = option.removeprefix("wandb.")
-        value = getattr(config.wandb, name)
-        for word in value if isinstance(value, list) else [value]:
-            if word is not None:
-                _check_name_for_wandb(option, name, word)
     mode = os.environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE={mode}: use one of {', '.join(WANDB_MODES[:3])}, or unset it")
+    given: list[tuple[str, str, Any]] = []  # by an option or a variable, which name of a run
+    for option in options_with("letters"):
+        name = option.removeprefix("wandb.")
+        given.append((option, name, getattr(config.wandb, name)))
     if (mode or config.wandb.mode) != "disabled":
         for variable, name in WANDB_VARIABLES.items():
-            given = os.environ.get(variable)
-            words = [given] if given else []
-            for word in given.split(",") if given and name == "tags" else words:
-                _check_name_for_wandb(variable, name, word)
-
-
-def _check_name_for_wandb(place: str, name: str, word: str) -> None:
-    """Raise UserError for a word, given at `place`, that cannot be this name of a run in wandb."""
-    most = FACTS[f"wandb.{name}"]["letters"]
-    found = [sign for sign in "/\\#?%:" if sign in word]
-    if not word.strip():
-        raise UserError(f"{place}={word}: is empty; give 1 to {most} letters, or leave it out")
-    if len(word) > most:
-        raise UserError(f"{place}={word[:40]}...: has {len(word)} letters; wandb takes at most {most}")
-    if name in ("project", "entity") and found:
-        raise UserError(f"{place}={word}: holds {' '.join(found)}; wandb takes none of / \\ # ? % :")
+            text = os.environ.get(variable) or None
+            given.append((variable, name, text.split(",") if text and name == "tags" else text))
+    for place, name, words in given:
+        for word in words if isinstance(words, list) else [words]:
+            most = FACTS[f"wandb.{name}"]["letters"]
+            if word is None:
+                continue
+            if not word.strip():
+                raise UserError(f"{place}={word}: is empty; give 1 to {most} letters, or leave it out")
+            if len(word) > most:
+                raise UserError(f"{place}={word[:40]}...: has {len(word)} letters; wandb takes at most {most}")
+            found = [sign for sign in "/\\#?%:" if sign in word]
+            if name in ("project", "entity") and found:
+                raise UserError(f"{place}={word}: holds {' '.join(found)}; wandb takes none of / \\ # ? % :")
 
 
 def effective_model(model: Model) -> Model:
@@ -267,15 +259,13 @@ def _check_segments(config: Config) -> None:
     ckpt = config.ckpt
     if ckpt == "auto":
         raise UserError("ckpt=auto: write recompute=auto with a budget=, which needs less memory, or ckpt=2, say")
-    has_own_network = config.model.path is not None
-    most = stages(config.model)
-    is_number = isinstance(ckpt, int) and not isinstance(ckpt, bool)
-    if is_number and (ckpt == 0 or (ckpt >= 2 and (has_own_network or ckpt <= most))):
+    most = math.inf if config.model.path else stages(config.model)
+    if type(ckpt) is int and (ckpt == 0 or 2 <= ckpt <= most):
         return
-    reason = "" if has_own_network else f"this model has {most} stages; "
-    segments = "2 or more" if has_own_network else f"2 to {most}"
-    advice = f"use 0 (off) or {segments} segments; one segment saves nothing"
-    raise UserError(f"ckpt={ckpt}: {reason}{advice}")
+    reason, segments = "", "2 or more"
+    if config.model.path is None:
+        reason, segments = f"this model has {most} stages; ", f"2 to {most}"
+    raise UserError(f"ckpt={ckpt}: {reason}use 0 (off) or {segments} segments; one segment saves nothing")
 
 
 def _check_switches(config: Config) -> None:
@@ -346,11 +336,10 @@ def check_model(model: Model) -> None:
         raise UserError("model.features=[] has no level; give one width a level, e.g. [16,32,64]")
     if levels > MOST_LEVELS:
         raise UserError(f"model.features has {levels} levels; use at most {MOST_LEVELS}, which halve 2048 voxels to 1")
-    if model.decoder is not None and len(model.decoder) != levels - 1:
-        raise UserError(f"model.decoder has {len(model.decoder)} widths; {levels} levels need {levels - 1}")
-    if model.blocks is not None and len(model.blocks) != levels:
-        count = len(model.blocks)
-        raise UserError(f"model.blocks has {count} numbers; {levels} levels need {levels}, as model.features")
+    for name, needed in (("decoder", levels - 1), ("blocks", levels)):
+        numbers = getattr(model, name)
+        if numbers is not None and len(numbers) != needed:
+            raise UserError(f"model.{name} has {len(numbers)} numbers; {levels} levels need {needed}")
     if model.blocks is not None and model.padding == "valid":
         raise UserError("model.blocks needs model.padding=same: each block adds its input, which must be as large")
     if model.blocks is not None and model.widen == "second":

@@ -123,8 +123,8 @@ def with_numbers(label_map: Mapping[Any, Any]) -> dict[Any, Any]:
     return {number(key): olds for key, olds in label_map.items()}
 
 
-def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Return `{a: {b: 1}}` as `{a<separator>b: 1}`; a map of labels is a value, whose keys JSON makes texts.
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `{a: {b: 1}}` as `{a.b: 1}`; a map of labels is a value, whose keys JSON makes texts.
 
     A map of regions is a value, too.
     """
@@ -136,7 +136,7 @@ def flat(tree: Mapping[Any, Any], separator: str, prefix: str = "") -> dict[str,
         elif key in ("label_map", "regions"):
             values[name] = with_numbers(value) if key == "label_map" else dict(value)
         else:
-            values |= flat(value, separator, f"{name}{separator}")
+            values |= flat(value, f"{name}.")
     return values
 
 

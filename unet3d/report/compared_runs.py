@@ -104,7 +104,7 @@ def _settings(run: RunRecord) -> dict[str, str]:
         key = key.lstrip("+")
         if key in groups or not run.settings:
             settings[key] = _as_text(key, value)
-    for key, value in compose.flat(run.settings, ".").items():
+    for key, value in compose.flat(run.settings).items():
         settings[key] = _as_text(key, value)
     settings.pop("resume", None)
     return settings

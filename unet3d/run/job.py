@@ -93,7 +93,7 @@ def _preflight(config: Config, model_config: Model, folder: Path) -> prediction.
     if config.plan is None or config.resume is not None:
         return predicted
     plan = read_plan(config.plan)
-    entry = plan_entry(plan.options, plan.promise, compose.flat(compose.to_plain(config), "."))
+    entry = plan_entry(plan.options, plan.promise, compose.flat(compose.to_plain(config)))
     return predicted._replace(memory={**predicted.memory, "plan": entry})
 
 

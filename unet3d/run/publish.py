@@ -103,7 +103,7 @@ def _refuse_different(trained: TrainedNetworks, first: TrainedNetworks) -> None:
     """Raise UserError where a network would see an image in another way than the first."""
     parts = ("classes", "channels", "intensity", "largest")
     different = [name for name in parts if getattr(trained, name) != getattr(first, name)]
-    options, first_options = (compose.flat(compose.to_plain(one.config), ".") for one in (trained, first))
+    options, first_options = (compose.flat(compose.to_plain(one.config)) for one in (trained, first))
     different += [name for name in options_with("sees") if options[name] != first_options[name]]
     if different:
         paths = f"{trained.path}: differs from {first.path}"

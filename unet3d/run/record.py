@@ -93,7 +93,7 @@ class RunRecord:
     @property
     def switches(self) -> str:
         """Return the switches of torch that were on as the steps were timed; "" without any."""
-        return rules.switched_on(compose.flat(self.settings, "."))
+        return rules.switched_on(compose.flat(self.settings))
 
 
 def read_run(path: Path, memory: Values | None = None) -> RunRecord:

@@ -327,7 +327,7 @@ class Run:
         for name in ("levels", "layers"):
             head = [key if key in ("level", "module", "bytes") else f"{key} (bytes)" for key in ledger[name][0]]
             self.loggers.table(f"memory/{name}", head, [list(row.values()) for row in ledger[name]])
-        entries = flat(memory, ".").items()
+        entries = flat(memory).items()
         numbers = [[key, value] for key, value in entries if not isinstance(value, list)]
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
 

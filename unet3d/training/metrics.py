@@ -217,7 +217,7 @@ def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_ne
 
     The columns on the network's grid begin with `network_`, also where this function has made `on_network_grid`.
     """
-    network_rows = from_csv(on_network_grid)
+    network_rows = from_csv(on_network_grid.splitlines())
     head = [key for key in (network_rows[0] if network_rows else ()) if key not in ("case", NOTE_KEY)]
     sources = [key for key in head if key.startswith(NETWORK)] or head
     network_scores = {row.get("case"): row for row in network_rows}

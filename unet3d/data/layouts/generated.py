@@ -10,7 +10,7 @@ import numpy as np
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError, is_disk_full, make_room
-from unet3d.base.files import making_folder
+from unet3d.base.files import write_text
 from unet3d.config.schema import LAYOUTS, Data, Phantom
 from unet3d.data import restore
 from unet3d.data.cases import DatasetInfo, layout, sound
@@ -71,20 +71,19 @@ def _content(about: Mapping[str, Any], entries: list[dict[str, str]]) -> dict[st
 
 
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
-    """Return `folder`; if absent, written whole from `about`, the start of dataset.json, and `cases`.
+    """Return `folder`; unless complete, written from `about`, the start of dataset.json, and `cases`.
 
-    Raises UserError.
+    dataset.json is written last: a generation that stops before it begins again, and several at once write the same
+    bytes. Raises UserError.
     """
-    if folder.is_dir():
+    if (folder / "dataset.json").is_file():
         return folder
     try:
-        with making_folder(folder) as temporary:
-            content = _content(about, [_write_case(temporary, case) for case in cases])
-            (temporary / "dataset.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        content = _content(about, [_write_case(folder, case) for case in cases])
+        write_text(folder / "dataset.json", json.dumps(content, indent=1))
     except OSError as error:
-        if not folder.is_dir():  # else another process was faster, and its bytes are the same
-            remedy = make_room(error) if is_disk_full(error) else "name a writable folder in data.root"
-            raise UserError(f"{folder}: cannot be generated ({error.strerror}); {remedy}") from error
+        remedy = make_room(error) if is_disk_full(error) else "name a writable folder in data.root"
+        raise UserError(f"{folder}: cannot be generated ({error.strerror}); {remedy}") from error
     return folder
 
 
