@@ -39,7 +39,7 @@ LIBRARIES = {
 WITHOUT_TORCH = (
     *("base", "config"),
     *("model.geometry", "model.architecture", "data.cases", "memory", "training"),
-    *("cli.main", "cli.commands", "cli.predict", "cli.memory"),
+    *("cli.main", "cli.commands", "cli.memory"),
     *("cli.train", "cli.lifecycle", "cli.sweep"),
 )
 

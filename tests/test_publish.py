@@ -525,7 +525,7 @@ def test_scores_are_of_labels_as_the_network_learned_them(
 
 
 @promise("Prediction", "a file among others ...")
-@without("unet3d.cli.predict.is_out_of_memory", no)
+@without("unet3d.cli.commands.is_out_of_memory", no)
 def test_a_volume_that_memory_does_not_hold_stops_no_other(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from unet3d import __version__
 from unet3d.base import process
 from unet3d.base.errors import UserError
-from unet3d.cli import commands, lifecycle, memory, plan_command, predict, train
+from unet3d.cli import commands, lifecycle, memory, plan_command, train
 from unet3d.config import compose
 from unet3d.config.words import not_a_flag
 
 Command = Callable[[argparse.Namespace], int | None]  # returns an exit code, None for 0
 LISTS = ("overrides", "inputs", "checkpoints", "runs")  # arguments that take any number of words
-WRITE_FILES = (commands.publish, plan_command.run, predict.run)  # commands whose -o may name a file
+WRITE_FILES = (commands.publish, plan_command.run, commands.predict)  # commands whose -o may name a file
 EXAMPLES = """examples:
   python -m unet3d train model=unet_small amp=true
   python -m unet3d check-data data=nnunet data.root=PATH
@@ -89,7 +89,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_out(plan, "the file to write; default: plan.yaml")
     _add_overrides(plan, "data=nnunet data.root=PATH budget=11GiB time=8h")
     _add_memory_arguments(command("memory", memory.run, "explain the memory of a training step"))
-    _add_predict_arguments(command("predict", predict.run, "segment NIfTI files with a run's checkpoint"))
+    _add_predict_arguments(command("predict", commands.predict, "segment NIfTI files with a run's checkpoint"))
     publish = command("publish", commands.publish, "write the network alone, without any path, to share it")
     _add_out(publish, "the file to write", is_required=True)
     several = "RUN/checkpoints/best.pt; several predict as one"
