@@ -103,7 +103,8 @@ def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEsti
         named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
     except UserError:  # the named network is too deep for this patch, or is none of the package's
         return relatives
-    if (named.features, named.decoder) != (model_config.features, model_config.decoder):
+    is_named = (named.features, named.decoder) == (model_config.features, model_config.decoder)
+    if not is_named or not subject.model.features:
         return relatives
     stem = subject.name.partition("_")[0]
     rest = [override for override in overrides if not override.startswith("model=")]
