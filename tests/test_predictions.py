@@ -24,7 +24,7 @@ from training import TINY, call, face, forked, records, send, status, train
 
 import unet3d
 from unet3d.base.errors import UserError
-from unet3d.base.files import from_csv
+from unet3d.base.files import read_csv
 from unet3d.base.types import ProbabilityBlock
 from unet3d.config.schema import Data, Model
 from unet3d.data import restore
@@ -193,7 +193,7 @@ def test_scores_are_of_the_label_maps_as_they_lie_in_files_and_then_on_the_netwo
     own = ["data.spacing=[1.5,1.5,2]", "data.label_map={1:3,2:1,3:2}", f"data.root={place / 'phantom'}"]
     done = train(tmp_path, *RUN, "steps=2", *own)
     assert done.code == 0, done.err
-    run, found = tmp_path / "run", from_csv((tmp_path / "run" / "scores.csv").read_text().splitlines())
+    run, found = tmp_path / "run", read_csv(tmp_path / "run" / "scores.csv")
     names = [("lesion", 3), ("organ", 1), ("vessel", 2)]
     for row in found:
         made = np.asanyarray(nib.load(run / "predictions" / f"{row['case']}.nii.gz").dataobj)
@@ -212,7 +212,7 @@ def test_scores_are_of_the_label_maps_as_they_lie_in_files_and_then_on_the_netwo
     assert (tmp_path / "scored" / "scores.csv").read_text() == (run / "scores.csv").read_text()
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.index("on the files' own grids") < printed.index("The same on the network's grid")
-    assert not [key for key in from_csv((whole / "scores.csv").read_text().splitlines())[0] if "network" in key], "there is one"
+    assert not [key for key in read_csv(whole / "scores.csv")[0] if "network" in key], "there is one"
 
 
 @promise("Resume", "a kill after the ...")

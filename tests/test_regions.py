@@ -14,7 +14,7 @@ from training import face, records, train, weights
 
 import unet3d
 from unet3d.base.errors import UserError
-from unet3d.base.files import from_csv
+from unet3d.base.files import read_csv
 from unet3d.recomputing import search
 from unet3d.report.summary import methods_paragraph
 from unet3d.run import checkpoint, predict, publish
@@ -101,7 +101,7 @@ def test_scores_are_those_of_the_regions_in_the_label_maps(place: Path, tmp_path
             words = [f"data.root={place / 'data'}", "data=nnunet", "data.val_fraction=0.5"]
             last = run / "checkpoints" / "last.pt"
             assert face("score", last, *words, "-o", tmp_path / "scores") == 0
-        rows = from_csv(text.read_text().splitlines())
+        rows = read_csv(text)
         assert len(rows) == 2
         for row in rows:
             made = voxels(run / "predictions" / f"{row['case']}.nii.gz")
@@ -121,7 +121,7 @@ def test_on_another_spacing_probabilities_are_resampled_and_then_drawn(place: Pa
     last = tmp_path / "run" / "checkpoints" / "last.pt"
     image = place / "data" / "imagesTr"
     assert face("predict", last, image, "-o", tmp_path / "made", "--probabilities") == 0
-    rows = {row["case"]: row for row in from_csv((tmp_path / "run" / "scores.csv").read_text().splitlines())}
+    rows = {row["case"]: row for row in read_csv(tmp_path / "run" / "scores.csv")}
     for case, row in rows.items():
         made = voxels(tmp_path / "run" / "predictions" / f"{case}.nii.gz")
         probabilities = voxels(tmp_path / "made" / f"{case}_probabilities.nii")
@@ -225,7 +225,7 @@ def test_ignored_voxels_are_not_scored(tmp_path: Path) -> None:
     make_brain(tmp_path / "data", ignore=4)
     done = train(tmp_path, *RUN, "steps=4", f"data.root={tmp_path / 'data'}")
     assert done.code == 0, done.err
-    for row in from_csv((tmp_path / "run" / "scores.csv").read_text().splitlines()):
+    for row in read_csv(tmp_path / "run" / "scores.csv"):
         made = voxels(tmp_path / "run" / "predictions" / f"{row['case']}.nii.gz")
         truth = voxels(tmp_path / "data" / "labelsTr" / f"{row['case']}.nii.gz")
         is_known = truth != 4
