@@ -1,7 +1,7 @@
 """How a step saves memory: its segments (`ckpt`) or the schedule of its program (`recompute`), and its peak by them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
@@ -212,34 +212,40 @@ class StageProfile:
 
     def __init__(self, ledger: Ledger, inputs: StageInputs) -> None:
         alive = ledger.alive_bytes()
-        spans = {phase: (start, end) for phase, start, end in last_step(ledger)}
-        most = {phase: max(alive[start : end + 1]) for phase, (start, end) in spans.items()}
-        forward_start, forward_end = spans["forward"]
-        backward_start, _ = spans["backward"]
-        forward = _peaks(alive, inputs, _allocations(ledger, spans["forward"]))
-        backward = _peaks(alive, inputs, _allocations(ledger, spans["backward"]))
+        spans = {phase: range(start, end) for phase, start, end in last_step(ledger)}
+        most = Counter[tuple[str, str]]()  # phase and stage -> most alive at its allocations
+        begins: dict[tuple[str, str], int] = {}  # -> the first of these events
+        for phase, events in spans.items():
+            for event in events:
+                index, change = ledger.events[event]
+                stage = stage_of(ledger.storages[index].scope.module)
+                place = phase, stage if stage in inputs else OUTSIDE
+                if change > 0:
+                    begins.setdefault(place, event)
+                    most[place] = max(most[place], alive[event + 1])
+        forward = spans["forward"]
         flops = Counter[str]()
         for event, module, count in ledger.convolutions:
-            if forward_start <= event <= forward_end:
+            if forward.start <= event <= forward.stop:
                 flops[stage_of(module)] += count
         saved = Counter[str]()  # made since forward began, and alive as backward begins
-        for storage in ledger.alive_at(backward_start):
-            if storage.born >= forward_start and storage.role is None:
+        for storage in ledger.alive_at(spans["backward"].start):
+            if storage.born >= forward.start and storage.role is None:
                 saved[stage_of(storage.scope.module)] += storage.bytes
-        saved_until = dict(zip(inputs, accumulate(saved[stage] for stage in inputs), strict=True))
-        waiting = dict.fromkeys(inputs, 0)
-        for event, stage in reversed(list(_allocations(ledger, spans["backward"]))):  # the first of a stage comes last
-            if stage in waiting:
-                waiting[stage] = alive[event] - alive[forward_start] - saved_until[stage]
         self.step = peak_of(ledger)
-        self.forward = [forward[stage] for stage in inputs]  # most alive while stage i runs forward
-        self.backward = [backward[stage] for stage in inputs]  # most alive while stage i runs backward
+        self.saved = list(accumulate((saved[stage] for stage in inputs), initial=0))  # By the stages before i.
+        self.forward = [most["forward", stage] for stage in inputs]  # most alive while stage i runs forward
+        self.backward = [most["backward", stage] for stage in inputs]  # most alive while stage i runs backward
         # Alive as stage i starts backward, minus the initial bytes and what stages 0 to i saved.
-        self.waiting = list(waiting.values())
+        self.waiting = [0 for _ in inputs]
+        for number, stage in enumerate(inputs):
+            if ("backward", stage) in begins:
+                before = alive[forward.start] + self.saved[number + 1]
+                self.waiting[number] = alive[begins["backward", stage]] - before
+        highest = {phase: max(alive[events.start : events.stop + 1]) for phase, events in spans.items()}
         # Most alive in the loss, and in backward outside of all stages; in the optimizer's step and as data arrive.
-        self.outside = max(most["loss"], forward[OUTSIDE], backward[OUTSIDE])
-        self.update = max(most["step"], most["data"])
-        self.saved = [0, *saved_until.values()]  # What the stages before i keep for backward.
+        self.outside = max(highest["loss"], most["forward", OUTSIDE], most["backward", OUTSIDE])
+        self.update = max(highest["step"], highest["data"])
         self.inputs = list(inputs.values())  # storages that enter stage i from another stage
         self.sizes = {index: ledger.storages[index].bytes for index in frozenset[int]().union(*self.inputs)}
         self.flops = [flops[stage] for stage in inputs]  # Of stage i's convolutions, forward.
@@ -263,23 +269,6 @@ def profile_stages(config: Config, model_config: Model) -> StageProfile:
         inputs[name] = frozenset(map(ledger.index, maps))
 
     return StageProfile(simulate(config, model_config, watch=watch, steps=STEPS_FOR_PEAK).ledger, inputs)
-
-
-def _allocations(ledger: Ledger, span: tuple[int, int]) -> Iterator[tuple[int, str]]:
-    """Yield the event and the stage of each allocation in a phase."""
-    start, end = span
-    for event, (index, change) in enumerate(ledger.events[start:end], start):
-        if change > 0:
-            yield event, stage_of(ledger.storages[index].scope.module)
-
-
-def _peaks(alive: list[int], stages: StageInputs, allocations: Iterable[tuple[int, str]]) -> Counter[str]:
-    """Return the most bytes alive at allocations of each stage, and of what belongs to none."""
-    peaks = Counter[str]()
-    for event, stage in allocations:
-        name = stage if stage in stages else OUTSIDE
-        peaks[name] = max(peaks[name], alive[event + 1])
-    return peaks
 
 
 def ranking_peak(profile: StageProfile, segment_starts: SegmentStarts) -> int:
