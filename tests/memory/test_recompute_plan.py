@@ -32,7 +32,7 @@ from unet3d.memory.technique import (
     some_schedules,
     step_peak,
 )
-from unet3d.recomputing.prepare import retraced
+from unet3d.recomputing.prepare import bound
 from unet3d.recomputing.program import PLAIN as NOTHING
 from unet3d.recomputing.program import by_plan, least_memory
 from unet3d.training.policy import MemoryPolicy
@@ -144,9 +144,9 @@ def test_a_network_that_is_another_at_each_call_is_refused() -> None:
     program = choose_technique(asked, asked.model).program
     assert program is not None
     image = torch.zeros(1, 1, *asked.data.patch)
-    assert retraced(program, Two(2), image).schedule == program.schedule
+    assert bound(program, Two(2), image).schedule == program.schedule
     with pytest.raises(UserError, match="not the network that its schedule was found for"):
-        retraced(program, Two(3), image)
+        bound(program, Two(3), image)
 
 
 def varying(in_channels: int, classes: int) -> nn.Module:
@@ -280,7 +280,7 @@ def test_what_a_users_network_froze_stays_so() -> None:
     chosen = choose_technique(asked, asked.model).program
     assert chosen is not None
     image = torch.randn(1, 1, *asked.data.patch)
-    policy = MemoryPolicy(program=retraced(chosen, network, image))
+    policy = MemoryPolicy(program=bound(chosen, network, image))
     policy.forward(network, image).square().mean().backward()
     assert [name for name, parameter in network.named_parameters() if parameter.grad is not None] == [
         "2.weight",

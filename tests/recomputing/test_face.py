@@ -542,7 +542,7 @@ def test_no_more_schedules_are_kept_than_some(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_objects_than_a_pass_can_look_through_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unet3d.recomputing.looking.MOST_OBJECTS", 200)
+    monkeypatch.setattr("unet3d.recomputing.readable.MOST_OBJECTS", 200)
     model = make(Switched)
     model.get_submodule("middle").gain = [[1.0] for _ in range(300)]  # type: ignore[assignment]
     with pytest.raises(UserError, match="more than 200 objects"):

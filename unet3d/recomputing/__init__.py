@@ -3,13 +3,11 @@
 In reading order:
 
     graph           a network as operations on maps, and what is computed of weights alone
-    looking         objects as values to compare
     readable        all that a forward pass can read, as a value to compare
-    refusals        lines for networks that a schedule cannot repeat
-    nodes           questions about the operations of a trace, and marks in it
+    nodes           questions about the operations of a trace
     exported        how the graph is read from what torch.export gives
-    trace           a network, traced, and watched for what a trace cannot carry
     state           what a pass has beside its maps, and who watches it
+    trace           a network, traced, and watched for what a trace cannot carry
     rules           an operation on a few rows: the interface, and a file for each kind of operation
     groups          operations without a rule that are carried out at once, or in parts along windows or tokens
     maps            which values exist as a whole, and how each follows from others

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -26,22 +27,22 @@ from unet3d.recomputing.graph import (
     operation_name,
 )
 from unet3d.recomputing.nodes import (
-    ENTERS_AUTOCAST,
-    MARKS,
-    SWITCHES_GRADIENTS,
     Call,
     InPrecision,
     Precision,
     is_in_place,
     is_same,
     is_view_of,
+    layer_of,
+    refusal,
     without_writing,
 )
-from unet3d.recomputing.readable import code_of, look_through
-from unet3d.recomputing.refusals import layer_of, refusal
+from unet3d.recomputing.readable import Look, code_of
 
 # Operations whose random numbers do not depend on those of their first argument: by the first they are written over it.
 FILLING = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+SWITCHES_GRADIENTS: Any = torch._C._set_grad_enabled
+MARKS = (SWITCHES_GRADIENTS, _enter_autocast, _exit_autocast)
 DETACH = torch.ops.aten.detach.default
 ALIKE = ("rand_like", "randint_like", "randn_like")
 
@@ -126,7 +127,7 @@ class Reader:
 
     def _trained(self, constant: Tensor) -> Tensor:
         """Return the tensor of the network that a constant is, where that needs a gradient: torch.export drops it."""
-        for tensor in look_through(self.model, code_of(self.model)).tensors:
+        for tensor in Look(self.model, code_of(self.model)).tensors:
             if tensor.requires_grad and tensor.is_leaf and _memory(tensor) == _memory(constant):
                 return tensor
         return constant
@@ -135,7 +136,7 @@ class Reader:
         """Take note that gradients or autocast are switched."""
         if node.target is SWITCHES_GRADIENTS:
             self.has_gradients = bool(node.args[0])
-        elif node.target is ENTERS_AUTOCAST:
+        elif node.target is _enter_autocast:
             self.around.append(self.precision)
             device_type, dtype, enabled, _ = node.args
             precision = Precision(str(device_type), dtype, bool(enabled))  # type: ignore[arg-type]

@@ -15,11 +15,9 @@ from unet3d.model import half_precision
 from unet3d.recomputing.graph import Value, Weight, derive
 from unet3d.recomputing.maps import Maps
 from unet3d.recomputing.program import Program
-from unet3d.recomputing.readable import hooked
+from unet3d.recomputing.readable import tensors_of
 from unet3d.recomputing.run import Executor
 from unet3d.recomputing.state import State
-
-NORMS_BY_HOOKS = {"SpectralNorm": "spectral_norm", "WeightNorm": "weight_norm"}
 
 
 def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
@@ -43,24 +41,6 @@ def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
         for name in graph.counters:
             tensors[name].add_(1)
     return _returned(program, image, outputs, weights)
-
-
-def refuse_hooks(model: nn.Module, with_root: bool = True) -> None:
-    """Raise UserError if a module has hooks that would not run, since a schedule does not call modules.
-
-    `with_root`: the network itself is not called either, so that its own hooks and its own `__call__` count.
-    """
-    for path, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            name = NORMS_BY_HOOKS.get(type(hook).__name__)
-            if name is not None:
-                problem = f"{path}: torch.nn.utils.{name} works by a hook, which would not run in recompute"
-                raise UserError(f"{problem}; use torch.nn.utils.parametrizations.{name}")
-    for hooks in hooked(model, with_root):
-        raise UserError(f"{hooks} would not run in recompute; remove them, or put what they do into forward")
-    if with_root and type(model).__call__ is not nn.Module.__call__:
-        name = type(model).__name__
-        raise UserError(f"{name}: its own __call__ would not run in recompute; put what it does into forward")
 
 
 def refuse_hooks_of_saved_tensors() -> None:
@@ -164,12 +144,6 @@ def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     """Return parameters, buffers, constants and what is computed from them before the pass, which autograd follows."""
     known = {**maps.graph.constants, **tensors}
     return known | derive(maps.derived_before, known, maps.weights | maps.graph.returned_weights())
-
-
-def tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by all their names."""
-    tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
-    return tensors | dict(network.named_buffers(remove_duplicate=False))
 
 
 def autocast_dtype(image: Tensor) -> torch.dtype | None:

@@ -1,27 +1,19 @@
-"""Questions about the operations of a traced network: what they write, share, draw and return.
+"""Questions about the operations of a traced network: what they write, share, draw and return, and where they stand."""
 
-Parts of forward without gradients, or in a precision of their own, are marked: torch.export makes graphs of such parts,
-and loses that one lies within another; here the marks stay in the graph.
-"""
-
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
-from torch._subclasses import fake_tensor
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from unet3d.base.errors import UserError
 from unet3d.recomputing.graph import DROPOUTS, Value, arguments, gives_view, operation_name
-from unet3d.recomputing.refusals import TORCH, refusal
 
+OURS = str(Path(__file__).parent) + os.sep
 # Operations that return their first argument itself where their rate is 0, or in evaluation.
 SWITCHED = (*DROPOUTS, "alpha_dropout", "feature_alpha_dropout")
 
@@ -94,55 +86,6 @@ def is_same(node: fx.Node, op: str) -> bool:
     return len(node.args) == 2 and not node.kwargs and node.args[1] == source.meta["val"].dtype
 
 
-SWITCHES_GRADIENTS: Any = torch._C._set_grad_enabled
-ENTERS_AUTOCAST: Any = _enter_autocast
-LEAVES_AUTOCAST: Any = _exit_autocast
-MARKS = (SWITCHES_GRADIENTS, ENTERS_AUTOCAST, LEAVES_AUTOCAST)
-SMALL = 64  # numbers of a tensor that torch.export computes where they depend on sizes alone
-
-
-@contextmanager
-def marked() -> Iterator[None]:
-    """Let torch.export mark where gradients and autocast are switched, and read what it would not.
-
-    Small tensors that are computed of sizes alone, as those of crops, are known. `tensor.data` is `tensor.detach()`.
-    """
-    with ExitStack() as patches:
-        for passes in (replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass):
-            name = passes.__name__.rpartition(".")[2]
-            patches.enter_context(mock.patch.object(passes, name, _stays))
-        patches.enter_context(mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", SMALL))
-        patches.enter_context(mock.patch.object(torch.inference_mode, "__enter__", _entered))
-        patches.enter_context(_Detached())
-        yield
-
-
-def _stays(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
-    """Return a graph as it is, in the place of a pass that makes graphs of parts of it."""
-    return module, signature
-
-
-def _entered(mode: torch.inference_mode, enter: Callable[..., None] = torch.inference_mode.__enter__) -> None:
-    """Enter inference mode where torch does so, and not where a network does: a trace has no mark of it."""
-    frame = sys._getframe(1)
-    if frame.f_code.co_name == "decorate_context" and frame.f_back is not None:
-        frame = frame.f_back
-    if not frame.f_code.co_filename.startswith(TORCH):
-        raise RuntimeError("inference_mode")
-    enter(mode)
-
-
-class _Detached(TorchFunctionMode):
-    """Lets `tensor.data` be `tensor.detach()`, which torch.export traces."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0].detach()
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise RuntimeError(".data =")
-        return func(*args, **(kwargs or {}))
-
-
 class Precision(NamedTuple):
     """What torch.autocast is set to for a type of device."""
 
@@ -186,3 +129,22 @@ class InPrecision:
         device_type, dtype, enabled = self.precision
         with torch.autocast(device_type, dtype, enabled, cache_enabled=False):
             return self.target(*args, **kwargs)
+
+
+def refusal(node: fx.Node, fault: str, advice: str = "") -> UserError:
+    """Return the error about an operation that recompute cannot carry out: the layer, the place, and what to do."""
+    return UserError(f"{layer_of(node) or 'the network'}: {fault}{place_of(node)}{advice}")
+
+
+def layer_of(node: fx.Node) -> str:
+    """Return the path of the module that calls a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return str(paths[-1]) if paths else ""
+
+
+def place_of(node: fx.Node) -> str:
+    """Return where in the source a node is called, in words."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    calls = [line.strip() for line in lines if line.strip().startswith("File ") and OURS not in line]
+    return f" ({calls[-1]})" if calls else ""

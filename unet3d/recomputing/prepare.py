@@ -1,7 +1,7 @@
 """Prepares the program of a network: traced, cut into tiles, measured on tensors without data, its schedules found."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,25 +10,20 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing.compiler import Sizes
-from unet3d.recomputing.function import tensors_of
 from unet3d.recomputing.graph import Graph, Value, drawn_bytes, has_gradients, trained_names
 from unet3d.recomputing.maps import Map, Maps, bytes_of
-from unet3d.recomputing.program import Program, TilePlan, Traced, reads_back, reads_far_back, waiting_numbers
-from unet3d.recomputing.readable import Code, code_of, snapshot
+from unet3d.recomputing.program import Program, Traced, reads_back, reads_far_back
+from unet3d.recomputing.readable import Code, code_of, snapshot, tensors_of
 from unet3d.recomputing.scratch import Scratch, fixed_bytes, is_normalised, scratch_bytes
 from unet3d.recomputing.trace import trace
 
 CHEAP_STEM = 0.05  # of a forward pass: less work than this may be done again for each tile that reads a map
 
 
-def wanted_values(maps: Maps, trained: frozenset[str], image_needs_gradient: bool) -> frozenset[Value]:
-    """Return the values of which a gradient is needed, where these weights are trained.
-
-    None is needed of whole numbers, and of what is detached.
-    """
-    wanted: set[Value] = set()
-    if image_needs_gradient:
-        wanted.add(maps.graph.image)
+def wanted_values(maps: Maps, tensors: Mapping[str, Tensor], image: Tensor) -> frozenset[Value]:
+    """Return the values of which a gradient is needed, not whole numbers, nor what is detached."""
+    wanted = {maps.graph.image} if image.requires_grad else set()
+    trained = trained_names(maps.graph, [name for name, tensor in tensors.items() if tensor.requires_grad])
     for value in maps.graph.values:
         if value.op == "detach" or not has_gradients(value.dtype):
             continue
@@ -38,27 +33,20 @@ def wanted_values(maps: Maps, trained: frozenset[str], image_needs_gradient: boo
     return frozenset(wanted)
 
 
-def sizes_of(
-    program: Program,
-    dtype: torch.dtype,
-    trained: dict[str, int],
-    scratch: Sequence[Scratch],
-) -> Sizes:
-    """Return the sizes of a program's maps.
-
-    `trained`: bytes of the gradients of weights by name.
-    """
+def sizes_of(program: Program, dtype: torch.dtype, tensors: Mapping[str, Tensor], scratch: Sequence[Scratch]) -> Sizes:
+    """Return the sizes of a program's maps; `tensors`: parameters and buffers by name."""
     maps = program.maps.maps
     index_of = {map_.value: map_.index for map_ in maps}
     total = max(sum(map_.operations for map_ in maps), 1)
     work = [map_.operations / total for map_ in maps]
     outputs = frozenset(index_of[value] for value in program.maps.graph.outputs)
+    reads = [set(map_.sources) if map_.rule is None else program.plan(map_).read for map_ in maps]
     over = [_over(program, map_, index_of, outputs, dtype) for map_ in maps]
     return Sizes(
         bytes=[bytes_of(map_.value, _type_of(program, map_, dtype)) for map_ in maps],
         work=work,
         sources=[_indices(map_.sources, index_of) for map_ in maps],
-        reads=[frozenset(_indices(_reads(program, map_), index_of)) for map_ in maps],
+        reads=[frozenset(_indices(read & set(map_.sources), index_of)) for map_, read in zip(maps, reads, strict=True)],
         needs_gradient=[map_.value in program.wanted for map_ in maps],
         is_normalised=[is_normalised(program, map_) for map_ in maps],
         outputs=outputs,
@@ -68,7 +56,7 @@ def sizes_of(
         is_one_tile=[map_.rule is None or len(program.plan(map_).tiles) == 1 for map_ in maps],
         has_rows=[map_.rule is not None for map_ in maps],
         is_cheap_stem=[_is_cheap_stem(program, map_, share) for map_, share in zip(maps, work, strict=True)],
-        of_weights=_bytes_of_weights(maps, trained),
+        of_weights=_bytes_of_weights(maps, tensors),
         workspace=[of_map.workspace for of_map in scratch],
         workspace_streamed=[of_map.streamed for of_map in scratch],
         inplace_workspace=[
@@ -84,29 +72,18 @@ def _type_of(program: Program, map_: Map, dtype: torch.dtype) -> torch.dtype:
     return map_.value.dtype if is_known else dtype
 
 
-def _indices(values: Sequence[Value], index_of: dict[Value, int]) -> tuple[int, ...]:
+def _indices(values: Collection[Value], index_of: dict[Value, int]) -> tuple[int, ...]:
     """Return the indices of maps, without the image."""
     return tuple(index_of[value] for value in values if value in index_of)
 
 
-def _reads(program: Program, map_: Map) -> Sequence[Value]:
-    """Return the sources from which the gradient of a map is computed."""
-    if map_.rule is None:
-        return map_.sources
-    read = program.plan(map_).read
-    return [source for source in map_.sources if source in read]
-
-
-def _bytes_of_weights(maps: Sequence[Map], trained: dict[str, int]) -> list[int]:
+def _bytes_of_weights(maps: Sequence[Map], tensors: Mapping[str, Tensor]) -> list[int]:
     """Return the bytes of the gradients of weights that appear first as each map's gradient is sent."""
-    of_weights = [0 for _ in maps]
-    seen: set[str] = set()
+    of_weights = []
+    left = {name: tensor.nbytes for name, tensor in tensors.items() if tensor.requires_grad}
     for map_ in reversed(maps):
-        for name in map_.weights:
-            if name in trained and name not in seen:
-                seen.add(name)
-                of_weights[map_.index] += trained[name]
-    return of_weights
+        of_weights.append(sum(left.pop(name, 0) for name in map_.weights))
+    return of_weights[::-1]
 
 
 def _is_cheap_stem(program: Program, map_: Map, work: float) -> bool:
@@ -150,7 +127,7 @@ def _over(
         is_alike = _type_of(program, program.maps.maps[index], dtype) == _type_of(program, map_, dtype)
         if index not in outputs and is_alike and not reads_far_back(tiles, source):
             over.map.add(index)
-        if map_.index not in outputs and _is_sent_behind(tiles, source):
+        if map_.index not in outputs and all(tile.spans[source][0] <= tile.span[0] for tile in tiles):
             over.gradient.add(index)
     return over
 
@@ -163,17 +140,8 @@ def _inplace_workspace(program: Program, map_: Map, over: set[int], dtype: torch
     sources = [program.maps.maps[index].value for index in over]
     if not any(reads_back(tiles, source) for source in sources):
         return 0
-    return waiting_numbers(tiles, map_.value, program.maps.axis) * dtype.itemsize
-
-
-def _is_sent_behind(tiles: Sequence[TilePlan], source: Value) -> bool:
-    """Return whether each tile's gradient reaches back to the tile's own first row."""
-    for tile in tiles:
-        low, _ = tile.spans[source]
-        first, _ = tile.span
-        if low > first:
-            return False
-    return True
+    longest = max(end - first for first, end in (tile.span for tile in tiles))
+    return bytes_of(map_.value, dtype) // map_.value.shape[program.maps.axis] * longest
 
 
 def converted_bytes(maps: Maps, weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
@@ -214,20 +182,19 @@ def prepare(
     size = list(image.shape[2:])
     maps = Maps(graph, axis=2 + size.index(max(size)))
     tensors = tensors_of(network)
-    trained = {name: t.nbytes for name, t in tensors.items() if t.requires_grad}
-    wanted = wanted_values(maps, trained_names(graph, trained), image.requires_grad)
+    wanted = wanted_values(maps, tensors, image)
     values = [value for value in graph.values if len(value.shape) == 5] or graph.values
     largest = max(value.shape.numel() for value in values)
-    if has_larger_tiles(plan, dtype, on_cpu):
-        numbers = max(largest // LEAN_TILES_IN_HALF, min(largest // LEAN_FEWEST_IN_HALF, SMALL_TILE))
-    elif on_cpu:
-        numbers = max(largest // TILES, min(largest // FEWEST_TILES, SMALL_TILE))
+    if on_cpu:
+        is_larger = has_larger_tiles(plan, dtype, on_cpu)
+        most, fewest = (LEAN_TILES_IN_HALF, LEAN_FEWEST_IN_HALF) if is_larger else (TILES, FEWEST_TILES)
+        numbers = max(largest // most, min(largest // fewest, SMALL_TILE))
     else:
         numbers = min(math.ceil(largest / CUDA_TILES), CUDA_LARGE_TILE)
         numbers = max(numbers, math.ceil(largest / CUDA_MOST_TILES), CUDA_TILE)
     program = Program(maps, numbers, on_cpu, wanted, traced=traced)
     scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
-    program.sizes = sizes_of(program, dtype, trained, scratch)
+    program.sizes = sizes_of(program, dtype, tensors, scratch)
     program.fixed_bytes = fixed_bytes(tensors, image) + drawn_bytes(graph, maps.weights)
     if dtype != image.dtype:
         program.fixed_bytes += image.numel() * dtype.itemsize
@@ -249,33 +216,23 @@ def bound(program: Program, network: nn.Module, image: Tensor, autocast: torch.d
     is also this network's. Else that is traced. Raises UserError for another graph.
     """
     traced = program.traced
-    if traced is None or program.maps.graph.constants:
-        return retraced(program, network, image, autocast)
-    if traced == _what_is_traced(network, traced.code, image, autocast):
+    has_own_tensors = bool(program.maps.graph.constants)
+    if traced and not has_own_tensors and traced == _what_is_traced(network, traced.code, image, autocast):
         return program
-    return retraced(program, network, image, autocast)
-
-
-def _what_is_traced(network: nn.Module, code: Code, image: Tensor, autocast: torch.dtype | None) -> Traced:
-    """Return what a trace depends on."""
-    about_image = (image.shape, image.dtype, image.device.type, image.requires_grad, autocast)
-    return Traced(code, about_image, snapshot(network, code))
-
-
-def retraced(program: Program, network: nn.Module, image: Tensor, autocast: torch.dtype | None = None) -> Program:
-    """Return the program for a network of the same graph: another object, perhaps on another device.
-
-    Raises UserError for another graph.
-    """
     maps = Maps(_traced(network, image, autocast), program.maps.axis)
     if _signature(maps.maps) != _signature(program.maps.maps):
         raise UserError(
             f"recompute: {type(network).__name__} is not the network that its schedule was found for; "
             "give it the same layers each time it is made"
         )
-    trained = frozenset(name for name, tensor in tensors_of(network).items() if tensor.requires_grad)
-    wanted = wanted_values(maps, trained_names(maps.graph, trained), image.requires_grad)
+    wanted = wanted_values(maps, tensors_of(network), image)
     return replace(program, maps=maps, wanted=wanted, traced=None, plans={}, spans={})
+
+
+def _what_is_traced(network: nn.Module, code: Code, image: Tensor, autocast: torch.dtype | None) -> Traced:
+    """Return what a trace depends on."""
+    about_image = (image.shape, image.dtype, image.device.type, image.requires_grad, autocast)
+    return Traced(code, about_image, snapshot(network, code))
 
 
 def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[str, ...], tuple[str, ...]]]:

@@ -118,12 +118,6 @@ def reads_far_back(tiles: Sequence[TilePlan], source: Value) -> bool:
     return any(after.spans[source][0] < before.span[0] for before, after in pairwise(tiles))
 
 
-def waiting_numbers(tiles: Sequence[TilePlan], value: Value, axis: int) -> int:
-    """Return the numbers of the rows of a map that wait to be written, at most."""
-    longest = max(end - first for first, end in (tile.span for tile in tiles))
-    return value.shape.numel() // value.shape[axis] * longest
-
-
 class Traced(NamedTuple):
     """What a trace was made of, as a value to compare: networks that are equal in it have the same graph."""
 

@@ -1,25 +1,55 @@
-"""All that a forward pass can read besides its image, as a value: a schedule serves as long as this stays the same.
+"""All that a forward pass can read besides its image, as a value to compare: a schedule serves while it stays the same.
 
 A trace holds what forward read when it was made: numbers of a config, a layer's dilation, a function. So a network is
 looked through before each pass. Of parameters and buffers, whose values each pass reads anew, name, shape and type
 count. One thing too many costs a search, one too few a wrong gradient. Attributes that no code of the network names are
 left out, so that a counter of the training loop costs nothing.
+
+Numbers and texts count by value, containers and plain objects by content, functions by identity and by what they close
+over, tensors by identity and version, classes by identity and by what their own packages put into them.
 """
 
 import functools
+import logging
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
-from types import CodeType, FunctionType, ModuleType
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextvars import ContextVar
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from unet3d.recomputing.looking import BY_VALUE, INTERNAL, MISSING, Look, Same, content_of, is_library
-from unet3d.recomputing.state import only_watches
+from unet3d.base.errors import UserError
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+NUMBERS = frozenset((bool, int, float, complex))  # By their text: 1 and 1.0, 0.0 and -0.0 are not the same.
+BY_VALUE = frozenset(
+    (str, bytes, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+)
+LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
+MOST_OBJECTS = 50_000  # They take a tenth of a second in each pass.
+MISSING = "(missing)"
+SCHEDULES = "_unet3d_schedules"  # The attribute in which the class of a network that recomputes keeps its schedules.
+
+
 # Code that names one of these may read an attribute whose name it does not contain.
 ANY_NAME = frozenset(
     ("getattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "locals", "__getattribute__")
@@ -30,7 +60,6 @@ WITHIN_A_PASS = {
     "monai.networks.nets.dynunet.DynUNet": ("heads",),
     "monai.networks.nets.dynunet.DynUNetSkipLayer": ("heads",),
 }
-VARIABLES = "variables"  # The name at which those of code begin in a snapshot.
 
 
 class Code(NamedTuple):
@@ -58,88 +87,231 @@ def modules_of(network: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def snapshot(network: nn.Module, code: Code) -> tuple[Any, ...]:
-    """Return all that the network's forward pass can read, as names and values in turn."""
-    modules = modules_of(network)
-    return tuple(_entries(modules, code, Look(modules, code.packages)))
+class Same:
+    """An object that equals itself alone. It is kept alive only where Python has no weak references to it."""
+
+    __slots__ = ("address", "reference")
+
+    def __init__(self, value: Any) -> None:
+        self.address = id(value)
+        try:
+            self.reference: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.reference = lambda: value
+
+    def __hash__(self) -> int:
+        return self.address
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same) or self.address != other.address:
+            return False
+        value = self.reference()
+        return value is not None and value is other.reference()
 
 
-def look_through(network: nn.Module, code: Code) -> Look:
-    """Return a look that has seen all that forward can read, with the functions and the loose tensors that it found."""
-    modules = modules_of(network)
-    look = Look(modules, code.packages)
-    _entries(modules, code, look)
-    return look
+# Types whose objects are returned: they compare by identity, or nothing in them can change.
+EQUAL_THEMSELVES = frozenset(
+    (Same, BuiltinFunctionType, ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+)
+# What counts of objects of some types.
+PARTS: dict[type, tuple[str, ...]] = {
+    Enum: ("name", "value"),
+    logging.Logger: ("name",),
+    MethodType: ("__func__", "__self__"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.partial: ("func", "args", "keywords"),
+}
 
 
-def _entries(modules: Sequence[nn.Module], code: Code, look: Look) -> list[Any]:
-    """Return names and values in turn, as a look sees them."""
-    known = look.known
-    names = code.names
-    not_read = code.not_read
-    entries: list[Any] = []
-    add = entries.append
-    for module in modules:
+class Look:
+    """Turns all that forward can read into values to compare; what was seen before counts by its number.
+
+    `parts`: names and values in turn, of each of the `modules`, and of the variables that code names.
+    """
+
+    def __init__(self, network: nn.Module, code: Code) -> None:
+        self.code = code
+        self.modules = modules_of(network)
+        self.known: dict[int, int] = {}
+        for module in self.modules:
+            attributes = vars(module)
+            self.known[id(module)] = len(self.known)
+            self.known[id(attributes)] = len(self.known)
+            for tensors in (attributes["_parameters"], attributes["_buffers"]):
+                for tensor in tensors.values():
+                    self.known[id(tensor)] = len(self.known)
+        self.made: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.functions: list[FunctionType] = []
+        self.parts = [self._part(module) for module in self.modules]
+        variables: list[Any] = []
+        for get, name in code.cells:
+            variables += (name, self(get(name, MISSING)))
+        self.parts.append(tuple(variables))
+
+    def _part(self, module: nn.Module) -> tuple[Any, ...]:
+        """Return names and values in turn of what forward can read of a module."""
+        names = self.code.names
+        internal = self.code.not_read.get(type(module), INTERNAL)
         attributes = vars(module)
-        add("class")
-        add(type(module))
+        part: list[Any] = ["class", type(module)]
         for tensors in (attributes["_parameters"], attributes["_buffers"]):
             for name, tensor in tensors.items():
-                add(name)
-                add(tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
+                kind = tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+                part += (name, kind)
         for name, child in attributes["_modules"].items():
-            add(name)
-            add(known.get(id(child)))
-        internal = not_read.get(type(module), INTERNAL)
+            part += (name, self.known.get(id(child)))
         for name, value in attributes.items():
-            if name in internal or not (names is None or name in names):
-                continue
-            add(name)
-            add(value if type(value) in BY_VALUE else look(value))
-    add(VARIABLES)
-    add(None)
-    for get, name in code.cells:
-        add(name)
-        add(look(get(name, MISSING)))
-    return entries
+            if name not in internal and (names is None or name in names):
+                part += (name, value if type(value) in BY_VALUE else self(value))
+        return tuple(part)
+
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in BY_VALUE or kind in EQUAL_THEMSELVES:
+            return value
+        if kind in NUMBERS or (kind is tuple and NUMBERS.issuperset(map(type, value))):
+            return kind, repr(value)
+        number = self.known.get(id(value))
+        if number is not None:
+            return Look, number
+        self.known[id(value)] = len(self.known)
+        if len(self.known) > MOST_OBJECTS:
+            raise UserError(
+                f"forward could read more than {MOST_OBJECTS} objects, of a {kind.__name__} among others, which "
+                "recompute and ckpt look through in each pass; keep what it does not need outside of the network"
+            )
+        if kind is tuple or kind is list or kind is deque:
+            return kind, *map(self, value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if kind is FunctionType:
+            return value if is_library(value.__module__, self.code.packages) else self._function(value)
+        if isinstance(value, type):
+            return value if is_library(value.__module__, self.code.packages) else (value, *self._members(value))
+        if kind.__module__.startswith("unet3d.recomputing"):
+            return kind
+        if isinstance(value, ModuleType):
+            return value
+        return self(kind), *self._content(value)
+
+    def _members(self, kind: type) -> Iterator[Any]:
+        """Yield what a class has by itself, and what the classes before it have."""
+        for base in kind.__bases__:
+            yield self(base)
+        for name, member in vars(kind).items():
+            is_data = not name.startswith("__") and name != SCHEDULES and type(member) is not GetSetDescriptorType
+            if is_data or type(member) is FunctionType:
+                yield name, self(member)
+
+    def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
+        self.tensors.append(tensor)
+        version = None if tensor.is_inference() else tensor._version
+        memory = tensor.untyped_storage()._cdata
+        return Same(tensor), version, memory, tensor.shape, tensor.dtype, tensor.requires_grad
+
+    def _function(self, function: FunctionType) -> tuple[Any, ...]:
+        self.functions.append(function)
+        parts = [function, function.__code__]
+        if function.__defaults__ or function.__kwdefaults__:
+            parts += (self(function.__defaults__), self(function.__kwdefaults__))
+        if function.__dict__:
+            parts.append(self(function.__dict__))
+        for cell in function.__closure__ or ():
+            parts.append(self(content_of(cell)))
+        return tuple(parts)
+
+    def _content(self, value: Any) -> Iterable[Any]:
+        """Return the content of a container or an object."""
+        for known, names in PARTS.items():
+            if isinstance(value, known):
+                return [self(getattr(value, name)) for name in names]
+        if isinstance(value, weakref.ref):
+            return (self(value()),)
+        if isinstance(value, ContextVar):
+            return (self(value.get(None)),)
+        if isinstance(value, np.ndarray):
+            content = self._made(value.tolist()) if value.dtype.hasobject else value.tobytes()
+            return value.shape, value.dtype.str, content
+        if isinstance(value, nn.Module):
+            number = self.known.get(id(vars(value)))  # Of a network that recomputes, which shares its attributes.
+            if number is not None:
+                return (number,)
+            attributes = ((name, item) for name, item in vars(value).items() if name not in INTERNAL)
+            held = (value._parameters, value._buffers, value._modules)
+            return tuple((name, self(item)) for name, item in (*attributes, *zip("pbm", held, strict=True)))
+        if isinstance(value, dict | MappingProxyType):
+            items: Iterable[Any] = [(self(key), self(item)) for key, item in value.items()]
+        elif isinstance(value, set | frozenset):
+            items = (frozenset(map(self, value)),)
+        elif isinstance(value, tuple | list | deque):
+            items = map(self, value)
+        else:
+            return (*self._attributes(value), self._state(value))
+        return (*items, *self._attributes(value))
+
+    def _attributes(self, value: Any) -> Iterator[Any]:
+        """Yield the attributes of an object."""
+        attributes = getattr(value, "__dict__", {})
+        if type(value).__module__.startswith("omegaconf"):
+            # The rest of a node is its parent, and what it remembers of that.
+            attributes = {name: attributes[name] for name in ("_content", "_val") if name in attributes}
+        for name, item in attributes.items():
+            yield name, self(item)
+        for base in type(value).__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name.startswith("__") and not name.endswith("__"):
+                    name = f"_{base.__name__.lstrip('_')}{name}"  # As Python itself calls it.
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    yield name, self(getattr(value, name))
+
+    def _state(self, value: Any) -> Any:
+        """Return what an object has besides attributes, as generators of random numbers and iterators have."""
+        kind: Any = type(value)
+        plain: Any = object
+        has_own_state = kind.__reduce__ is not plain.__reduce__ or kind.__reduce_ex__ is not plain.__reduce_ex__
+        if not has_own_state and (hasattr(value, "__dict__") or hasattr(kind, "__slots__")):
+            return None
+        if not has_own_state or isinstance(value, torch.Generator):
+            return Same(value)
+        try:
+            return self._made(value.__reduce_ex__(2))
+        except Exception:  # An object that cannot be copied may raise anything.
+            return Same(value)
+
+    def _made(self, value: Any) -> Any:
+        """Look at a value that was made for it, and keep it, so that no other one takes its address meanwhile."""
+        self.made.append(value)
+        return self(value)
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by all their names."""
+    tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+    return tensors | dict(network.named_buffers(remove_duplicate=False))
+
+
+def snapshot(network: nn.Module, code: Code) -> tuple[Any, ...]:
+    """Return all that the network's forward pass can read."""
+    return tuple(Look(network, code).parts)
 
 
 def values_by_path(network: nn.Module, code: Code) -> dict[str, list[Any]]:
     """Return what forward can read by its path, as "blocks.0.scale", and which tensors parameters and buffers are."""
     values: dict[str, list[Any]] = {}
     path_of = {module: path for path, module in network.named_modules()}
-    modules = modules_of(network)
-    paths = iter([path_of[module] for module in modules])
-    path = ""
-    entries = snapshot(network, code)
-    for name, value in zip(entries[::2], entries[1::2], strict=True):
-        if name in ("class", VARIABLES):
-            path = next(paths, "")
-        values.setdefault(f"{path}.{name}".removeprefix("."), []).append(value)
-    for module in modules:
+    look = Look(network, code)
+    paths = [*(path_of[module] for module in look.modules), ""]
+    for path, part in zip(paths, look.parts, strict=True):
+        for name, value in zip(part[::2], part[1::2], strict=True):
+            values.setdefault(f"{path}.{name}".removeprefix("."), []).append(value)
+    for path, module in zip(paths, look.modules, strict=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            values[f"{path_of[module]}.{name}".removeprefix(".")].append(tensor if tensor is None else Same(tensor))
+            values[f"{path}.{name}".removeprefix(".")].append(tensor if tensor is None else Same(tensor))
     return values
-
-
-def hooked(network: nn.Module, with_root: bool = True) -> list[str]:
-    """Return in words which modules have hooks; observers' do not count.
-
-    `with_root`: also those of the network itself. Hooks of all modules that there are count always.
-    """
-    found = []
-    for module in modules_of(network):
-        attributes = vars(module)
-        for kind in HOOKS:
-            hooks = attributes[kind]
-            if hooks and (with_root or module is not network) and not all(map(only_watches, hooks.values())):
-                path = next(path for path, other in network.named_modules() if other is module)
-                found.append(f"{path or type(network).__name__}: {kind[1:]}")
-    for kind in HOOKS:
-        hooks = getattr(nn.modules.module, f"_global{kind}")
-        if hooks and not all(map(only_watches, hooks.values())):
-            found.append(f"all modules: {kind[1:]}")
-    return found
 
 
 # What code names
@@ -171,14 +343,17 @@ class _CodeReader:
             count = len(self.names) + len(self.cells)
             for kind in self.own_names:
                 self._read_class(kind)
-            for function in look_through(self.network, self.code()).functions:
+            for function in Look(self.network, self.code()).functions:
                 self._read_function(function)
         return self.code()
 
     def code(self) -> Code:
         """Return what is found so far."""
         names = None if self.names & ANY_NAME else frozenset(self.names)
-        not_read = {kind: _not_read(kind) for kind in self.own_names}
+        not_read = {}
+        for kind in self.own_names:
+            paths = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+            not_read[kind] = INTERNAL.union(*(WITHIN_A_PASS.get(path, ()) for path in paths))
         return Code(names, not_read, tuple(self.cells.values()), self.packages - {"torch"})
 
     def _read_class(self, kind: type) -> None:
@@ -256,14 +431,6 @@ def _object(variables: Mapping[str, Any], name: str, default: Any) -> Any:
     return value if isinstance(value, FunctionType | ModuleType | type) else Same(value)
 
 
-def _not_read(kind: type) -> Set[str]:
-    """Return the attributes of a class of modules that do not count."""
-    names: Set[str] = INTERNAL
-    for base in kind.__mro__:
-        names |= set(WITHIN_A_PASS.get(f"{base.__module__}.{base.__qualname__}", ()))
-    return names
-
-
 @functools.cache
 def _names(code: CodeType) -> frozenset[str]:
     """Return the names and texts that code contains, with those of functions within it."""
@@ -274,3 +441,21 @@ def _names(code: CodeType) -> frozenset[str]:
         elif isinstance(constant, str):
             names.add(constant)
     return frozenset(names)
+
+
+def content_of(cell: CellType) -> Any:
+    """Return what a cell of a closure holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+@functools.cache
+def is_library(module: str | None, packages: Set[str]) -> bool:
+    """Return whether a module's code is taken to stay the same: it is installed, and not among these packages."""
+    package = (module or "").partition(".")[0]
+    if package in packages:
+        return False
+    path = str(getattr(sys.modules.get(package), "__file__", None))
+    return package in LIBRARIES or "site-packages" in path or "dist-packages" in path

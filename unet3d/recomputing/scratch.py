@@ -4,15 +4,12 @@ Each instruction is carried out once, as a pass would do it, on its first two ti
 like the second. `Backward` in two passes alone runs all tiles. `plain_bytes` measures the network's own pass.
 """
 
-import random
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unet3d.recomputing import fake_kernels, workspaces
 from unet3d.recomputing.compiler import TWO_PASS_WORK, Target, Workspace
 from unet3d.recomputing.fake_kernels import GradientSums
-from unet3d.recomputing.function import derived_tensors, tensors_of
+from unet3d.recomputing.function import derived_tensors
 from unet3d.recomputing.graph import Value
 from unet3d.recomputing.maps import Map
 from unet3d.recomputing.program import MapPlan, Program
+from unet3d.recomputing.readable import tensors_of
 from unet3d.recomputing.run import Executor
 from unet3d.recomputing.state import State
-from unet3d.recomputing.trace import attributes_stay, silence
+from unet3d.recomputing.trace import unseen, without_hooks
 from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
 
 
@@ -125,7 +123,7 @@ def plain_bytes(network: nn.Module, image: Tensor, autocast: torch.dtype | None,
     tensors = tensors_of(network)
     count = _PlainBytes(has_workspaces=not on_cpu)
     try:
-        with _generators_stay(image.device), silence(), attributes_stay(network), torch.enable_grad():
+        with unseen(network, image.device), torch.enable_grad():
             _run_plain(network, tensors, image, autocast, count)
     except Exception:  # A network of others may raise anything, and no pass needs this number.
         return None
@@ -141,44 +139,19 @@ def _run_plain(
 ) -> None:
     """Run a forward and a backward pass of a network on tensors without data, and count what these make."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        fake_of: dict[int, Tensor] = {id(tensor): fakes.from_tensor(tensor) for tensor in tensors.values()}
-        fake_tensors = {f"network.{name}": fake_of[id(tensor)] for name, tensor in tensors.items()}
+        fake_tensors: dict[str, Tensor] = {name: fakes.from_tensor(tensor) for name, tensor in tensors.items()}
         fake_image = torch.empty_strided(image.shape, image.stride(), dtype=image.dtype, device=image.device)
         fake_image.requires_grad_(image.requires_grad)
         count.adopt(fake_image, *fake_tensors.values())
         nothing = torch.empty(0, device=image.device)
         with count:
             with torch.autocast(image.device.type, dtype=autocast, enabled=autocast is not None):
-                outputs = torch.func.functional_call(_Forward(network), fake_tensors, (fake_image,))
+                outputs = torch.func.functional_call(without_hooks(network), fake_tensors, (fake_image,))
                 torch.clear_autocast_cache()  # as where the outermost context ends
             leaves = _pytree.tree_leaves(outputs)
             loss = _Loss.apply(*(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad))
             del outputs, leaves
             loss.backward(nothing.to(loss.dtype))
-
-
-class _Forward(nn.Module):
-    """A network without its own hooks, which run around a pass."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, image: Tensor) -> Any:
-        return self.network.forward(image)
-
-
-@contextmanager
-def _generators_stay(device: torch.device) -> Iterator[None]:
-    """Put the generators of random numbers, of torch, Python and NumPy, back as they were."""
-    of_python = random.getstate()
-    of_numpy = np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def fixed_bytes(tensors: Mapping[str, Tensor], image: Tensor) -> int:
