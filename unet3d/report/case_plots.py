@@ -1,17 +1,17 @@
 """Figures of held-out cases: image, truth, prediction and errors on three planes; and the Dice of all by class."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unet3d.base.types import IGNORE
-from unet3d.report.plots import DARK, Array, blank, colours, panel, plain, save_picture, short_name
+from unet3d.report.plots import DARK, Array, blank, colours, name_classes, plain, save_picture, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ ERRORS = {  # apart for every kind of colour vision, on grey
     FALSE_POSITIVE: "#00D5FF",
     WRONG_CLASS: "#FFE000",
 }
+OUTLINES = "truth and prediction"  # a column
 STYLES: dict[str, Any] = {"truth": "-", "prediction": (0, (2, 1.2))}  # of outlines: solid; dashes and gaps
 NEUROLOGICAL = "right is right"  # radiologists expect the mirror image
 MAP_WIDTH = 2.5  # inches, of the widest map
@@ -33,22 +34,6 @@ LEAST_HEIGHT = 0.8  # inches, of one plane
 MOST_HEIGHT = 3.4
 TITLE_LETTERS = 100  # in a line
 CASES_OF_A_BOX = 8  # at least: of fewer, a box from quartile to quartile says little
-LETTERS_ABREAST = 50  # of the classes' names; longer ones are turned
-
-
-class Slice(NamedTuple):
-    """A plane of a case: arrays (rows from the bottom up, columns), the size of a voxel (mm) along columns and rows."""
-
-    image: Array
-    maps: Mapping[str, Array]
-    spacing: tuple[float, float]
-    extent: tuple[float, float, float, float]  # left, right, bottom and top, in mm
-    labels_of: Sequence[Sequence[int]]  # of each class but the background
-
-    def masks(self, name: str) -> list[tuple[Any, NDArray[np.bool_]]]:
-        """Return the colour of each class but the background, and where in a map it is; regions may overlap."""
-        masks = [np.isin(self.maps[name], values) for values in self.labels_of]
-        return list(zip(colours(len(masks)), masks, strict=True))
 
 
 def segmentation(
@@ -72,30 +57,33 @@ def segmentation(
         labels_of = [(number,) for number in range(1, len(class_names))]
     if where is None:
         where = _middle(layers, labels_of)
-    heads = ["image", *(["learned"] if "learned" in layers else []), "truth and prediction", "errors"]
+    heads = ["image", *(["learned"] if "learned" in layers else []), OUTLINES, "errors"]
     heights = _heights(image, spacing)
     handles = _legend(layers, class_names)
-    columns = len(heads)
     lines = wrap(title, TITLE_LETTERS)
-    below = 0.22 * (ceil(len(handles) / columns) + len(lines))
+    below = 0.22 * (ceil(len(handles) / len(heads)) + len(lines))
     figure = blank((MAP_WIDTH + 0.1) * len(heads) + 0.9, sum(heights) + below + 0.6)
     grid = figure.subplots(len(PLANES), len(heads), height_ratios=heights)
     darkest, brightest = np.percentile(image, (0.5, 99.5))
     for axis, row in enumerate(grid):
         right, up = _axes_of(axis)
-        cut, *maps = (np.take(volume, where[axis], axis).T for volume in (image, *layers.values()))
-        extent = (0, cut.shape[1] * spacing[right], 0, cut.shape[0] * spacing[up])
-        plane = Slice(cut, dict(zip(layers, maps, strict=True)), (spacing[right], spacing[up]), extent, labels_of)
+        plane = np.take(image, where[axis], axis).T
+        maps = {name: np.take(layer, where[axis], axis).T for name, layer in layers.items()}
+        extent = (0, plane.shape[1] * spacing[right], 0, plane.shape[0] * spacing[up])
         for name, axes in zip(heads, row, strict=True):
-            axes.imshow(plane.image, "gray", origin="lower", extent=plane.extent, vmin=darkest, vmax=brightest)
+            axes.imshow(plane, "gray", origin="lower", extent=extent, vmin=darkest, vmax=brightest)
             axes.set(xticks=[], yticks=[])
-            if name in DRAWN:
-                DRAWN[name](axes, plane)
+            overlay = _overlay(name, maps, labels_of)
+            if overlay.any():
+                axes.imshow(overlay, origin="lower", extent=extent, interpolation="nearest")
+            if name == OUTLINES:
+                _draw_outlines(axes, maps, labels_of, (spacing[right], spacing[up]))
+                axes.set(xlim=extent[:2], ylim=extent[2:])
         _name_plane(row[0], axis, where[axis])
     for axes, name in zip(grid[0], heads, strict=True):
         axes.set_title(f"{name}, {NEUROLOGICAL}" if name == "image" else name, fontsize=10)
     figure.suptitle("\n".join(map(plain, lines)), fontsize=11)
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(heads), frameon=False, fontsize=9)
     save_picture(figure, path, zlib.Z_RLE)  # noise is packed in half the time, and no worse
 
 
@@ -134,54 +122,43 @@ def _legend(layers: Mapping[str, Array], class_names: Sequence[str]) -> list[Any
     return handles
 
 
-def _draw_learned(axes: "Axes", plane: Slice) -> None:
-    _paint(axes, plane, [*plane.masks("learned"), (DARK, plane.maps["learned"] == IGNORE)], 0.6)
-
-
-def _draw_outlines(axes: "Axes", plane: Slice) -> None:
-    """Draw the border of each class, halfway between voxels inside and outside."""
-    _paint(axes, plane, [(DARK, plane.maps["truth"] == IGNORE)], 0.6)
-    rows, columns = plane.image.shape
-    right, up = plane.spacing
-    x = (np.arange(-1, columns + 1) + 0.5) * right
-    y = (np.arange(-1, rows + 1) + 0.5) * up
-    for name, style in STYLES.items():
-        for colour, mask in plane.masks(name):
-            if mask.any():
-                axes.contour(x, y, np.pad(mask, 1), [0.5], colors=[colour], linewidths=1.3, linestyles=[style])
-    left, most_right, bottom, top = plane.extent
-    axes.set(xlim=(left, most_right), ylim=(bottom, top))
-
-
-def _draw_errors(axes: "Axes", plane: Slice) -> None:
-    truth, prediction = plane.maps["truth"], plane.maps["prediction"]
-    is_known = truth != IGNORE
-    is_wrong = is_known & (truth != prediction)
-    masks = [
-        (ERRORS[FALSE_NEGATIVE], is_wrong & (prediction == 0)),
-        (ERRORS[FALSE_POSITIVE], is_wrong & (truth == 0)),
-        (ERRORS[WRONG_CLASS], is_wrong & (prediction > 0) & (truth > 0)),
-    ]
-    _paint(axes, plane, masks, 0.9)
-    _paint(axes, plane, [(DARK, ~is_known)], 0.6)
-
-
-DRAWN: dict[str, Callable[["Axes", Slice], None]] = {
-    "learned": _draw_learned,
-    "truth and prediction": _draw_outlines,
-    "errors": _draw_errors,
-}
-
-
-def _paint(axes: "Axes", plane: Slice, masks: Sequence[tuple[Any, NDArray[np.bool_]]], alpha: float) -> None:
-    """Paint masks, each with its colour, over the image."""
+def _overlay(column: str, maps: Mapping[str, Array], labels_of: Sequence[Sequence[int]]) -> Array:
+    """Return the colours (rows, columns, RGBA) that a column shows over the image of a plane."""
     from matplotlib.colors import to_rgba
 
-    overlay = np.zeros((*plane.image.shape, 4))
-    for colour, mask in masks:
-        overlay[mask] = to_rgba(colour, alpha)
-    if overlay.any():
-        axes.imshow(overlay, origin="lower", extent=plane.extent, interpolation="nearest")
+    truth = maps["truth"]
+    prediction = maps["prediction"]
+    overlay = np.zeros((*truth.shape, 4))
+    if column == "learned":
+        for colour, mask in _masks(maps["learned"], labels_of):
+            overlay[mask] = to_rgba(colour, 0.6)
+    if column == "errors":
+        is_wrong = truth != prediction
+        overlay[is_wrong] = to_rgba(ERRORS[WRONG_CLASS], 0.9)
+        overlay[is_wrong & (prediction == 0)] = to_rgba(ERRORS[FALSE_NEGATIVE], 0.9)
+        overlay[is_wrong & (truth == 0)] = to_rgba(ERRORS[FALSE_POSITIVE], 0.9)
+    if column != "image":
+        overlay[maps.get(column, truth) == IGNORE] = to_rgba(DARK, 0.6)
+    return overlay
+
+
+def _draw_outlines(
+    axes: "Axes", maps: Mapping[str, Array], labels_of: Sequence[Sequence[int]], spacing: tuple[float, float]
+) -> None:
+    """Draw the border of each class, halfway between voxels inside and outside."""
+    rows, columns = maps["truth"].shape
+    x = (np.arange(-1, columns + 1) + 0.5) * spacing[0]
+    y = (np.arange(-1, rows + 1) + 0.5) * spacing[1]
+    for name, style in STYLES.items():
+        for colour, mask in _masks(maps[name], labels_of):
+            if mask.any():
+                axes.contour(x, y, np.pad(mask, 1), [0.5], colors=[colour], linewidths=1.3, linestyles=[style])
+
+
+def _masks(plane: Array, labels_of: Sequence[Sequence[int]]) -> Iterator[tuple[Any, NDArray[np.bool_]]]:
+    """Yield the colour of each class but the background, and where in a plane it is; regions may overlap."""
+    for colour, labels in zip(colours(len(labels_of)), labels_of, strict=True):
+        yield colour, np.isin(plane, labels)
 
 
 def _name_plane(axes: "Axes", axis: int, index: int) -> None:
@@ -220,18 +197,12 @@ def score_plot(dice: Mapping[str, Sequence[float]], path: Path) -> None:
     box: dict[str, Any] = {"boxprops": thin, "whiskerprops": thin, "capprops": thin, "showfliers": False, "widths": 0.5}
     point: dict[str, Any] = {"mec": "black", "mew": 0.4, "ms": 4, "alpha": 0.8, "zorder": 3}
     for place, (values, colour) in enumerate(zip(dice.values(), colours(len(dice)), strict=True)):
-        ordered = np.sort(np.array(values, float))
-        aside = 0.16 * (np.arange(len(ordered)) * 0.618 % 1 - 0.5)  # equal values lie beside each other
-        axes.plot(place + aside, ordered, "o", color=colour, **point)
-        if len(ordered) >= CASES_OF_A_BOX:
-            axes.boxplot([ordered], positions=[place], medianprops=thin | {"linewidth": 2.2}, **box)
-    names = [short_name(name) for name in dice]
-    longest = max(map(len, names))
-    axes.set_xticks(range(len(dice)), names, rotation=90 if longest * len(names) > LETTERS_ABREAST else 0)
-    lowest = min((value for values in dice.values() for value in values), default=0.0)
+        aside = 0.16 * (np.arange(len(values)) * 0.618 % 1 - 0.5)  # equal values lie beside each other
+        axes.plot(place + aside, sorted(values), "o", color=colour, **point)
+        if len(values) >= CASES_OF_A_BOX:
+            axes.boxplot([values], positions=[place], medianprops=thin | {"linewidth": 2.2}, **box)
+    name_classes(axes, [short_name(name) for name in dice])
+    lowest = min((min(values) for values in dice.values() if values), default=0.0)
     bottom = max(0.0, np.floor(10 * lowest - 0.5) / 10)
-    axes.set(
-        xlim=(-0.6, len(dice) - 0.4), ylim=(bottom - 0.02, 1.02), ylabel="Dice", title="Dice of each held-out case"
-    )
-    panel(axes, "y")
+    axes.set(ylim=(bottom - 0.02, 1.02), ylabel="Dice", title="Dice of each held-out case")
     save_picture(figure, path)

@@ -50,8 +50,7 @@ def curves_plot(runs: Mapping[str, Mapping[str, plots.Curve]], path: Path) -> No
             axes.set(ylim=(0, 1.02))
         else:
             plots.scale_axis(axes, np.concatenate([curves[key][1] for curves in runs.values() if key in curves]))
-    plots.beside(grid, labels)
-    plots.save_picture(figure, path)
+    plots.finish(figure, path, "right")
 
 
 def comparison_plot(runs: Mapping[str, Numbers], remark: str, path: Path) -> None:
@@ -63,35 +62,33 @@ def comparison_plot(runs: Mapping[str, Numbers], remark: str, path: Path) -> Non
     labels = [plots.short_label(label) for label in runs]
     if len(set(kinds)) > 1:
         labels = [f"{label} ({kind})" for label, kind in zip(labels, kinds, strict=True)]
+    else:
+        remark = f"Peak: {kinds[0]}\n{remark}"
     points = [_point(numbers) for numbers in runs.values()]
     fields = [field for field in PANELS if sum(field in point for point in points) > 1]
     figure = plots.legended(4.2 * len(fields) or 6, 4 if fields else 2, [*labels, PARETO])
     grid = figure.subplots(1, len(fields) or 1, squeeze=False)[0]
+    if not fields:
+        _draw_bars(grid[0], labels, [point["peak"] for point in points])
     for axes, field in zip(grid, fields, strict=False):
         axes.set_ylabel(PANELS[field])
-        _draw_fronts(axes, field, zip(kinds, points, strict=True))
         for point, label, (marker, colour) in zip(points, labels, cycle(plots.MARKERS), strict=False):
             if field in point:
                 sd = point.get("dice_sd") if field == "dice_mean" else None
                 axes.errorbar(point["peak"], point[field], sd, fmt=marker, color=colour, label=label, **POINT)
+        _draw_fronts(axes, field, zip(kinds, points, strict=True))
         axes.margins(0.12)
         if field == "dice_mean":
             axes.set_ylabel(dice_title(numbers.get("dice_grid") for numbers in runs.values()))
             _widen_dice(axes)
-    if fields:
-        plots.beside(grid, [*labels, PARETO])
-    else:
-        _draw_bars(grid[0], labels, [point["peak"] for point in points])
     for axes in grid:
         axes.set_xlabel("peak memory of a step (MiB)")
         axes.locator_params("both" if fields else "x", nbins=5)
         plots.panel(axes, "both" if fields else "")
-    about = [f"Peak: {kinds[0]}"] if len(set(kinds)) == 1 else []
     width = int(figure.get_figwidth() / plots.LETTER)
-    lines = [line for text in [*about, remark] for line in wrap(text, width)]
-    if lines:
-        figure.suptitle(plots.plain("\n".join(lines)), fontsize=9)
-    plots.save_picture(figure, path)
+    lines = [line for text in remark.splitlines() for line in wrap(text, width)]
+    figure.suptitle(plots.plain("\n".join(lines)), fontsize=9)
+    plots.finish(figure, path, "right")
 
 
 def _kind(numbers: Numbers) -> str:
@@ -136,7 +133,8 @@ def _draw_fronts(axes: "Axes", field: str, points: Iterable[tuple[str, dict[str,
     sign = -1 if field == "dice_mean" else 1
     for pairs in by_kind.values():
         best = [pairs[index] for index in pareto([(x, sign * y) for x, y in pairs])]
-        axes.plot(*zip(*best, strict=True), "o--", color=plots.GREY, mfc="none", mec="black", ms=12, label=PARETO)
+        ring: dict[str, Any] = {"color": plots.GREY, "mfc": "none", "mec": "black", "ms": 12, "zorder": 1}
+        axes.errorbar(*zip(*best, strict=True), fmt="o--", label=PARETO, **ring)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -165,22 +163,16 @@ def folds_plot(methods: Sequence[tuple[str, Mapping[str, Score]]], path: Path) -
     figure = plots.legended(max(4.0, (0.25 * len(methods) + 0.6) * len(names)) + 1.0, 4, labels)
     axes = figure.subplots()
     apart = 0.8 / len(methods)
-    drawn = zip(methods, labels, cycle(plots.MARKERS), strict=False)
-    for number, ((_, scores), label, (marker, colour)) in enumerate(drawn):
-        shift = apart * (number - (len(methods) - 1) / 2)
+    shift = -apart * (len(methods) - 1) / 2
+    for (_, scores), label, (marker, colour) in zip(methods, labels, cycle(plots.MARKERS), strict=False):
         for place, name in enumerate(names):
             score = scores.get(name)
-            if score is None or score.mean is None:
-                continue
-            x = place + shift
-            points = [value for value in score.folds if value is not None]
-            axes.plot([x] * len(points), points, marker, color=colour, alpha=0.45, ms=4, mew=0)
-            axes.errorbar(x, score.mean, yerr=score.sd, fmt=marker, color=colour, label=label, **POINT)
-    axes.set_xticks(range(len(names)), [plots.short_name(name) if name else "mean of\nclasses" for name in names])
-    if len(names) > 4:
-        axes.tick_params("x", rotation=90)
-    axes.set_xlim(-0.6, len(names) - 0.4)
+            if score is not None and score.mean is not None:
+                points = [value for value in score.folds if value is not None]
+                x = place + shift
+                axes.plot([x] * len(points), points, marker, color=colour, alpha=0.45, ms=4, mew=0)
+                axes.errorbar(x, score.mean, yerr=score.sd, fmt=marker, color=colour, label=label, **POINT)
+        shift += apart
+    plots.name_classes(axes, [plots.short_name(name) if name else "mean of\nclasses" for name in names])
     axes.set_ylabel("Dice: folds, their mean ± SD")
-    plots.panel(axes, "y")
-    plots.beside([axes], labels)
-    plots.save_picture(figure, path)
+    plots.finish(figure, path, "right")

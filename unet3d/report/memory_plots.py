@@ -10,7 +10,7 @@ import numpy as np
 
 from unet3d.base.types import MIB, mib
 from unet3d.memory.tables import folded, phase_name
-from unet3d.report.plots import GREY, LETTER, Array, blank, colours, handles_of, panel, plain, save_picture
+from unet3d.report.plots import GREY, LETTER, Array, blank, colours, finish, panel, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,39 +54,36 @@ def write_ledger_files(ledger: "Ledger", folder: Path) -> None:
 def phase_plot(entry: Entry, path: Path) -> None:
     """Draw bars of each phase's peak in later steps, by category if a ledger measured it; marks for the first step."""
     phases = entry["phases"]
-    names = list(phases)
-    shown = [plain(phase_name(name)) for name in names]
-    later = np.array([phases[name]["steady"] for name in names]) / MIB
-    first = np.array([phases[name].get("first", phases[name]["steady"]) for name in names]) / MIB  # a later, if unknown
-    figure = blank(WIDTH, 1.6 + 0.42 * len(names))
+    shown = [plain(phase_name(name)) for name in phases]
+    later = np.array([peaks["steady"] for peaks in phases.values()]) / MIB
+    first = np.array([peaks.get("first", peaks["steady"]) for peaks in phases.values()]) / MIB  # a later, if unknown
+    figure = blank(WIDTH, 1.6 + 0.42 * len(phases))
     axes = figure.subplots()
-    by_phase = entry.get("phase_categories")
-    parts: Iterable[Part] = [("later steps", GREY, later, np.zeros(len(names)))]
-    if by_phase:
-        parts = _stack([[by_phase[name][kind] for name in names] for kind in KINDS])
+    parts: Iterable[Part] = [("later steps", GREY, later, np.zeros(len(phases)))]
+    if "phase_categories" in entry:
+        parts = _stack([[entry["phase_categories"][name][kind] for name in phases] for kind in KINDS])
     for name, colour, sizes, below in parts:
         axes.barh(shown, sizes, 0.66, left=below, color=colour, label=name)
     if any("first" in peaks for peaks in phases.values()):
         axes.plot(first, shown, "D", color="black", mec="white", markersize=7, label="first step")
-    for row in range(len(names)):
+    ends = np.maximum(first, later)
+    for row, end in enumerate(ends):
         text = f"{later[row]:,.1f}"
-        if first[row] > later[row]:
-            text += f" (first step {first[row]:,.1f})"
-        where = (max(first[row], later[row]), row)
-        axes.annotate(text, where, (8, 0), textcoords="offset points", va="center", fontsize=9)
+        if end > later[row]:
+            text += f" (first step {end:,.1f})"
+        axes.annotate(text, (end, row), (8, 0), textcoords="offset points", va="center", fontsize=9)
     room = 1.35 if any(first > later) else 1.12
-    highest = max(1 / MIB, *first, *later)
-    axes.set(xlim=(0, room * highest), xlabel="peak memory (MiB)", ylabel="phase of the step")
-    axes.invert_yaxis()
+    axes.set(xlim=(0, room * max(1 / MIB, *ends)), xlabel="peak memory (MiB)", ylabel="phase of the step")
     axes.set_title(plain(f"Peak memory per phase, {entry['kind']}"))
-    finish(figure, path)
+    axes.invert_yaxis()
+    _finish(figure, path)
 
 
 def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path: Path) -> None:
     """Draw live bytes by category over one step's events: `breakdown.timeline_rows`; `start` is before the first."""
     changes = {kind: np.zeros(len(rows) + 1, np.int64) for kind in KINDS}
-    for kind, of_kind in changes.items():
-        of_kind[0] = start.get(kind, 0)
+    for kind, size in start.items():
+        changes[kind][0] = size
     for event, row in enumerate(rows, start=1):
         changes[row.category][event] = row.change_bytes
     sizes_of = np.cumsum(list(changes.values()), axis=1)
@@ -98,22 +95,17 @@ def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path:
         axes.fill_between(*edges, step="post", color=colour, linewidth=0, label=name, rasterized=is_long)
     alive = sizes_of.sum(axis=0)
     event = int(alive.argmax())
-    peak = alive.max() / MIB
+    peak = alive[event] / MIB
     text = f"{peak:,.1f} MiB"
     if event:
         text += f", {rows[event - 1].module}"  # the layer that reaches it
     side = "left" if event < 0.25 * len(rows) else "right" if event > 0.75 * len(rows) else "center"
     axes.plot(event, peak, "v", color="black", markersize=5)
     axes.annotate(text, (event, peak), (0, 6), textcoords="offset points", ha=side, fontsize=9)
-    axes.set(
-        xlim=(0, len(rows)),
-        ylim=(0, 1.25 * peak),  # with room above for the names of the phases
-        xlabel="allocation or release (event)",
-        ylabel="memory (MiB)",
-        title="Memory over one step",
-    )
+    axes.set(xlim=(0, len(rows)), ylim=(0, 1.25 * peak), title="Memory over one step")  # phases are named above
+    axes.set(xlabel="allocation or release (event)", ylabel="memory (MiB)")
     _bands(axes, [phase_name(row.phase) for row in rows], 0.0, WIDTH)
-    finish(figure, path)
+    _finish(figure, path)
 
 
 def peak_curves(panels: Sequence[tuple[str, Series]], path: Path) -> None:
@@ -127,37 +119,33 @@ def peak_curves(panels: Sequence[tuple[str, Series]], path: Path) -> None:
     for axes, (title, series) in zip(grid, panels, strict=True):
         for name, points in series.items():
             peaks = [(size, peak / MIB) for size, peak in points]
-            axes.plot(*zip(*peaks, strict=True), "o-", color=palette[name], label=name, markersize=5)
+            axes.plot(*zip(*peaks, strict=True), "o-", color=palette[name], label=plain(name), markersize=5)
         is_whole = all(float(x).is_integer() for points in series.values() for x, _ in points)
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=is_whole, min_n_ticks=1))
         axes.set_xlabel(title)
         panel(axes, "both")
     grid[0].set(ylim=(0, None), ylabel="peak memory (MiB)")
-    finish(figure, path)
+    _finish(figure, path)
 
 
 def layer_plot(entry: Entry, path: Path) -> None:
     """Draw bytes by category at the peak of `LedgerMeter.summary()`, by layer; layers without level are one bar."""
     rows = _layer_rows(entry)
-    width = max(WIDTH, 0.26 * len(rows) + 1)
+    count = len(rows)
+    width = max(WIDTH, 0.26 * count + 1)
     figure = blank(width, 5)
     axes = figure.subplots()
     for name, colour, sizes, below in _stack([[row[kind] for row in rows] for kind in KINDS]):
-        axes.bar(range(len(rows)), sizes, 0.8, bottom=below, color=colour, label=name)
-    axes.set_xticks(range(len(rows)), [plain(row["module"]) for row in rows], rotation=90, fontsize=8)
-    highest = max(row["bytes"] for row in rows) / MIB
-    axes.set(
-        xlim=(-0.5, len(rows) - 0.5),
-        ylim=(0, 1.25 * highest),
-        xlabel="layer, in the order of the network",
-        ylabel="memory (MiB)",
-    )
+        axes.bar(range(count), sizes, 0.8, bottom=below, color=colour, label=name)
+    axes.set_xticks(range(count), [plain(row["module"]) for row in rows], rotation=90, fontsize=8)
+    axes.set(xlim=(-0.5, count - 0.5), ylim=(0, 1.25 * max(row["bytes"] for row in rows) / MIB))
+    axes.set(xlabel="layer, in the order of the network", ylabel="memory (MiB)")
     names = {None: "", 0: "level 0\n(full resolution)"}
     levels = [names.get(row["level"], plain(f"level {row['level']}")) for row in rows]
     _bands(axes, levels, -0.5, width)
     peak = f"{mib(entry['peak_bytes'])} MiB"
     axes.set_title(plain(f"Memory by layer at the peak of {peak} ({entry['moment']['words']})"))
-    finish(figure, path)
+    _finish(figure, path)
 
 
 def _layer_rows(entry: Entry) -> list[Mapping[str, Any]]:
@@ -200,18 +188,13 @@ def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> Non
         start = end
 
 
-def finish(figure: "Figure", path: Path) -> None:
-    """Add one legend below all axes, in the order of drawing and in as many columns as fit; save."""
+def _finish(figure: "Figure", path: Path) -> None:
+    """Write whole numbers at the axes, add a legend below, and save."""
     from matplotlib.ticker import ScalarFormatter
 
-    handles = {plain(label): handle for label, handle in handles_of(figure.axes).items()}
-    labels = sorted(handles, key=lambda label: getattr(handles[label], "zorder", 0))
-    columns = max(1, int(figure.get_figwidth() / (LETTER * max(map(len, labels), default=1) + 0.6)))
-    drawn = [handles[label] for label in labels]
-    figure.legend(drawn, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axes in figure.axes:
         panel(axes)
         for axis in (axes.xaxis, axes.yaxis):
             if isinstance(axis.get_major_formatter(), ScalarFormatter):  # not of names
                 axis.set_major_formatter("{x:,.10g}")
-    save_picture(figure, path)
+    finish(figure, path, "below")

@@ -38,6 +38,7 @@ NAME_LETTERS = 24  # of a class in a legend
 LETTER = 0.075  # inches; a letter's mean width in 9 points, generously
 LINE = 0.19  # inches; a line's height in 9 points
 LEGEND_ROWS = 13
+LETTERS_ABREAST = 50  # of the classes' names below an axis
 SLOW = 4  # times the median: seconds per step beyond are cut off, if at least the share RARE is below
 RARE = 0.8
 SMALL_PANELS = {  # below the loss
@@ -89,23 +90,34 @@ def panel(axes: "Axes", grid: Literal["", "x", "y", "both"] = "") -> None:
         axes.set_axisbelow(True)
 
 
+def name_classes(axes: "Axes", names: Sequence[str]) -> None:
+    """Make the axis of x one of classes, whose names are turned where they are long together."""
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    axes.set_xticks(range(len(names)), names, rotation=90 if longest * len(names) > LETTERS_ABREAST else 0)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    panel(axes, "y")
+
+
 def legended(width: float, height: float, labels: Sequence[str]) -> "Figure":
     """Return an empty figure for panels of these inches, with room for a legend of these labels to their right."""
     longest = max(map(len, labels))
     return blank(width + LETTER * longest + 0.6, max(height, LINE * len(labels) + 1.4))
 
 
-def beside(panels: Sequence["Axes"], labels: Iterable[str]) -> None:
-    """Draw a legend to the right of the last panel, in the order of the labels, of those that any panel has drawn."""
-    handles = handles_of(panels)
-    drawn = [label for label in dict.fromkeys(labels) if label in handles]
-    places: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.02)}
-    panels[-1].legend([handles[label] for label in drawn], drawn, frameon=False, fontsize=9, **places)
-
-
-def handles_of(panels: Iterable["Axes"]) -> dict[str, Any]:
-    """Return what a legend names, by label: of equal labels the last."""
-    return {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+def finish(figure: "Figure", path: Path, legend: Literal["right", "below"]) -> None:
+    """Draw one legend of all axes, right of the last one or below in as many columns as fit; save."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    shown = (list(handles.values()), list(handles))
+    style: dict[str, Any] = {"frameon": False, "fontsize": 9}
+    if legend == "right":
+        figure.axes[-1].legend(*shown, loc="upper left", bbox_to_anchor=(1.02, 1.02), **style)
+    else:
+        columns = int(figure.get_figwidth() / (LETTER * max(map(len, handles), default=1) + 0.6))
+        figure.legend(*shown, loc="outside lower center", ncols=max(1, columns), **style)
+    save_picture(figure, path)
 
 
 def colours(count: int) -> list[Any]:
