@@ -34,7 +34,7 @@ LIBRARIES = {
     "monai": {"training.metrics", "data.patches"},
     "matplotlib": {"report"},
     "rich": {"base.progress", "base.terminal", "report.loggers"},
-    "jinja2": {"report.page"},
+    "jinja2": {"report.report"},
 }
 WITHOUT_TORCH = (
     *("base", "config"),

@@ -16,7 +16,7 @@ import unet3d
 from unet3d.base.errors import UserError
 from unet3d.base.files import read_csv
 from unet3d.recomputing import search
-from unet3d.report.summary import methods_paragraph
+from unet3d.report.report import methods_paragraph
 from unet3d.run import checkpoint, predict, publish
 from unet3d.run.record import read_run
 

@@ -630,7 +630,7 @@ def test_a_table_is_as_large_as_its_file(tmp_path: Path) -> None:
 
 
 @promise("checkpoints and run folders", "files of a run ...")
-@without("unet3d.report.page.PNG", b"")
+@without("unet3d.report.report.PNG", b"")
 def test_only_pictures_are_shown_as_pictures(stranger: Path) -> None:
     (stranger / "figures" / "prediction.png").write_text("precious")
     assert face("report", stranger) == 0

@@ -45,7 +45,7 @@ from unet3d.data.intensity import intensity_rules
 from unet3d.data.preprocess import CaseReader, usable
 from unet3d.data.splits import split
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
-from unet3d.report.summary import print_summary
+from unet3d.report.report import print_summary
 from unet3d.run import checkpoint, predict
 from unet3d.run.record import read_run
 from unet3d.run.training_state import CheckpointManager, TrainingState

@@ -10,7 +10,7 @@ from training import face, planned
 from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml
 from unet3d.config import compose
-from unet3d.report.summary import plan_entry, promises
+from unet3d.report.report import plan_entry, promises
 
 OPTIONS = {
     "model": {"features": [4, 8, 16], "kernels": [[3, 3, 1], [3, 3, 3], [3, 3, 3]], "strides": [[2, 2, 1], [2, 2, 2]]},

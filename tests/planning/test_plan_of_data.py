@@ -32,7 +32,7 @@ from unet3d.planning.fingerprint import read_fingerprint
 from unet3d.planning.patches import sized_patches
 from unet3d.planning.plan import choose_intensity, choose_spacing, like_nnunet, make_plan, seconds_of
 from unet3d.planning.steps import measured_step  # as it is without `quick`
-from unet3d.report import summary
+from unet3d.report import report
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import read_memory
 
@@ -321,7 +321,7 @@ def test_a_plan_is_trained_and_its_receipt_is_exact(tmp_path: Path) -> None:
     memory = read_memory(folder)
     assert memory["plan"]["peak_bytes"] == memory["measured"]["peak_bytes"]
     assert sorted(memory["plan"]["changed"]) == ["eval_every", "steps"]
-    assert summary.RECEIPT in run.out
+    assert report.RECEIPT in run.out
     assert read_yaml(folder / "config.yaml")["plan"] == str(plan)
-    table = summary.receipt(memory, read_run(folder).records)
+    table = report.receipt(memory, read_run(folder).records)
     assert table is not None and table.rows[0][-1] == "+0.0%"

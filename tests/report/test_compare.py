@@ -18,7 +18,7 @@ from training import yaml_of
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.report import compare
-from unet3d.report.compared_runs import differing, find_runs, mismatches, read_runs, setting_columns, short
+from unet3d.report.compared_runs import differing, find_runs, not_comparable, read_runs, setting_columns, short
 from unet3d.report.comparison_plots import comparison_plot, pareto
 
 MIB = 2**20
@@ -197,7 +197,7 @@ def test_scores_on_two_grids_are_not_comparable_and_neither_is_called_the_others
     (folders[0] / "scores.csv").write_text("case,dice/a,hd95_mm/a,network_dice/a\nx,0.25,3.5,0.5\ny,0.75,,0.5\n")
     rows = read_runs(folders)
     assert [row.numbers["dice_grid"] for row in rows] == ["files", "network"]
-    assert any("files (run 0), network (run 1)" in line for line in compare.not_comparable(rows))
+    assert any("files (run 0), network (run 1)" in line for line in not_comparable(rows))
     assert "Dice" in compare.comparison_table(rows).columns
     assert "Dice (files' grids)" in compare.comparison_table(rows[:1]).columns
     assert "Dice, last validation" in compare.comparison_table(rows[1:]).columns
@@ -261,7 +261,7 @@ def test_a_file_that_a_kill_cut_short_ends_no_comparison(
 
 
 def test_like_runs_are_comparable(make: Make) -> None:
-    assert mismatches(read_runs([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
+    assert not_comparable(read_runs([make("0", "model=unet", "batch=1"), make("1", "amp=true", seconds=3)])) == []
 
 
 @promise(
@@ -291,7 +291,7 @@ def test_what_is_not_comparable_is_printed_with_key_and_values(
     make: Make, capsys: pytest.CaptureFixture, words: list[str], changed: dict[str, Any], said: list[str]
 ) -> None:
     rows = read_runs([make("0"), make("1"), make("2", *words, **changed)])
-    (line,) = mismatches(rows)
+    (line,) = not_comparable(rows)
     key, most, other = map(re.escape, said)
     assert re.match(rf"{key}\b.*?: {most} \(.*0, 1\), {other} \(.*2\)$", line)
     compare.print_comparison(rows)
@@ -304,7 +304,7 @@ def test_a_data_set_is_known_by_its_name_in_any_folder(make: Make, tmp_path: Pat
         root.mkdir(parents=True)
     words = [["data=decathlon", f"data.root={root}"] for root in roots]
     rows = read_runs([make(str(index), *said) for index, said in enumerate(words)])
-    (line,) = mismatches(rows)
+    (line,) = not_comparable(rows)
     assert re.match(r"data\.root: Task04 \(.*0, 1\), Task05 \(.*2\)$", line)
 
 
@@ -332,7 +332,7 @@ def test_a_private_table_of_a_sweep_names_no_folder(
 def test_runs_that_ended_at_other_steps_are_not_comparable(make: Make) -> None:
     folders = [make("0"), make("1")]
     (folders[1] / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1}\n')
-    (line,) = mismatches(read_runs(folders))
+    (line,) = not_comparable(read_runs(folders))
     assert re.match(r"steps\b.*: 3 \(.*0\), 1 \(.*1\)$", line)
 
 
@@ -460,7 +460,7 @@ def test_a_predicted_peak_is_not_drawn_among_measured_ones(make: Make, saved: li
     assert [text.get_text() for text in saved[0].axes[-1].get_legend().texts][:2] == ["0: ckpt=2", "1: ckpt=0"]
     assert saved[0].get_suptitle() == "Peak: measured, ledger"
     page = (tmp_path / "out" / "compare.html").read_text()
-    assert all(line in page for line in mismatches(rows)) and len(mismatches(rows)) == 1
+    assert all(line in page for line in not_comparable(rows)) and len(not_comparable(rows)) == 1
 
 
 # --- the page
@@ -505,7 +505,7 @@ def test_the_printed_table_fits_80_columns_and_breaks_no_number(
         make("1", "data.patch=[32,32,32]", "optim.lr=0.01", "seed=7"),
     ]
     compare.print_comparison(read_runs(folders))
-    reasons = mismatches(read_runs(folders))
+    reasons = not_comparable(read_runs(folders))
     table = [line for line in capsys.readouterr().out.splitlines() if not line.endswith(tuple(reasons))]
     assert max(map(len, table)) <= 80 and "a_run_with_a_name_" in "".join(table)
     cells = " ".join(table).split()

@@ -15,7 +15,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Table
 from unet3d.report import fold_tables
 from unet3d.report.compared_runs import ComparedRun
-from unet3d.report.fold_tables import as_latex, as_markdown, latex, markdown
+from unet3d.report.fold_tables import latex, markdown, typeset
 from unet3d.report.scores import Score
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
@@ -86,7 +86,9 @@ def test_all_is_written_for_papers_and_for_programs(methods: list[ComparedRun], 
     assert {row["class"] for row in rows_of(out / "paired.csv")} == {"left", "right", "mean of classes"}
 
 
-@without("unet3d.report.folds.scores", lambda row, metric: {"left": Score((), {"a": 0.5, "b": 0.7}, *[None] * 4)})
+@without(
+    "unet3d.report.compared_runs.scores", lambda row, metric: {"left": Score((), {"a": 0.5, "b": 0.7}, *[None] * 4)}
+)
 def test_the_paired_test_is_of_cases_that_both_have(methods: list[ComparedRun]) -> None:
     first, second = (method for method in methods)
     tests = {(test.metric, test.name): test for test in fold_tables.paired_tests(first, second)}
@@ -163,7 +165,7 @@ NASTY: list[Any] = ["a|b_c", r"\input{x}", "50% & $x^2$ #~", "<b>"]
 
 def test_names_stay_text_in_markdown_and_latex() -> None:
     table = Table([*NASTY], [[*NASTY]])
-    pages = as_markdown([("t_1", table)], []), as_latex([("t_1", table)], [])
+    pages = [typeset([("t_1", table)], [], ending) for ending in ("md", "tex")]
     assert all(markdown(cell) in pages[0] and latex(cell) in pages[1] for cell in NASTY)
     (row, *_) = [line for line in pages[0].splitlines() if line.startswith("| a")]
     assert row.replace(r"\|", "").count("|") == 5 and r"\<b\>" in pages[0]

@@ -11,7 +11,7 @@ from legibility import drawing
 from promises import promise
 from training import yaml_of
 
-from unet3d.report import compare, comparison_plots, folds
+from unet3d.report import compare, compared_runs, comparison_plots
 from unet3d.report.compared_runs import read_runs
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
@@ -66,7 +66,7 @@ def test_runs_that_only_look_like_folds_stay_rows_of_their_own(
     runs = [
         make(tmp_path / str(fold), f"data.fold={fold}", word, scores=scores[fold]) for fold, word in enumerate(words)
     ]
-    assert len(folds.methods(read_runs(runs))) == 2
+    assert len(compared_runs.methods(read_runs(runs))) == 2
 
 
 def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
@@ -101,9 +101,9 @@ def test_two_methods_on_the_same_folds_are_two_rows_that_can_be_compared(
 @promise("Training", "a fold of a ...")
 def test_folds_that_differ_in_more_are_not_one_method(tmp_path: Path) -> None:
     runs = read_runs([make(tmp_path / str(n), f"data.fold={n}", f"optim.lr=0.{n + 1}") for n in range(2)])
-    assert [row.name for row in folds.methods(runs)] == ["0", "1"]
+    assert [row.name for row in compared_runs.methods(runs)] == ["0", "1"]
     again = read_runs([make(tmp_path / name, "data.fold=0") for name in "ab"])
-    assert [row.name for row in folds.methods(again)] == ["a", "b"], "a fold that was run twice"
+    assert [row.name for row in compared_runs.methods(again)] == ["a", "b"], "a fold that was run twice"
 
 
 @promise("Training", "a fold of a ...")
@@ -150,8 +150,8 @@ def test_a_fold_that_failed_or_never_began_is_missed_and_said(
 def test_the_picture_has_a_point_a_fold_and_their_mean_with_its_sd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = folds.methods(read_runs(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2")))
-    labelled = [(f"{row.name}: {'long_' * 9}", folds.scores(row, "dice")) for row in rows]
+    rows = compared_runs.methods(read_runs(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2")))
+    labelled = [(f"{row.name}: {'long_' * 9}", compared_runs.scores(row, "dice")) for row in rows]
     figure = drawing(tmp_path, monkeypatch)(lambda path: comparison_plots.folds_plot(labelled, path))
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["mean of\nclasses", "left", "right"]

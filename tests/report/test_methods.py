@@ -14,7 +14,7 @@ from training import yaml_of
 
 from unet3d.config import compose
 from unet3d.config.schema import FACTS, Config, Model
-from unet3d.report.summary import methods_paragraph
+from unet3d.report.report import methods_paragraph
 from unet3d.run.record import read_run
 
 MIB = 2**20

@@ -20,9 +20,9 @@ from promises import promise
 from training import face, yaml_of
 
 from unet3d.base.errors import UserError
-from unet3d.report import case_plots, compared_runs, memory_plots, page, plots, report
+from unet3d.report import case_plots, compared_runs, memory_plots, plots, report
+from unet3d.report.report import methods_paragraph, print_summary, what_ran
 from unet3d.report.scores import other_scores, score_table, score_title
-from unet3d.report.summary import methods_paragraph, print_summary, what_ran
 from unet3d.run import run_folder
 from unet3d.run.record import headline, read_run
 from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
@@ -297,7 +297,7 @@ def test_the_page_is_complete_in_itself(folder: Path) -> None:
     assert "prefers-color-scheme: dark" in html
 
 
-escaping = page.environment
+escaping = report.environment
 
 
 def unescaped() -> Any:
@@ -305,7 +305,7 @@ def unescaped() -> Any:
 
 
 @promise("checkpoints and run folders", "a report shows a run folder's content as text, never as HTML")
-@without("unet3d.report.page.environment", unescaped)
+@without("unet3d.report.report.environment", unescaped)
 def test_everything_that_is_shown_is_escaped(folder: Path) -> None:
     attack = "<script>alert('&')</script>"
     (folder / "STATUS").write_text(attack)

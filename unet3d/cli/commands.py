@@ -113,11 +113,11 @@ def score(arguments: argparse.Namespace) -> None:
     given = compose.compose_tree(arguments.overrides).names_set("score")
     if config.plan is not None:
         given |= read_plan(config.plan).options.keys()
-    from unet3d.report import summary
+    from unet3d.report import report
     from unet3d.run import publish, record
 
     title = publish.score(arguments.checkpoint, config, arguments.out, arguments.model, given)
-    summary.print_scores(record.read_run(arguments.out), title)
+    report.print_scores(record.read_run(arguments.out), title)
 
 
 def check_data(arguments: argparse.Namespace) -> int:

@@ -230,7 +230,7 @@ def log_of(folder: Path) -> Iterator[IO[str] | None]:
 def print_result(number: int, folder: Path) -> None:
     """Print a line on how a job ended: its score, its peak, and where the rest is."""
     from unet3d.report.compared_runs import compared, ending
-    from unet3d.report.summary import highlights
+    from unet3d.report.report import highlights
     from unet3d.run.record import read_run
 
     try:

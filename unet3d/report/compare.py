@@ -11,16 +11,32 @@ from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib
 from unet3d.config.schema import Config, options_with
-from unet3d.report import compared_runs, folds
-from unet3d.report.compared_runs import FOLD, ComparedRun, ending, label, method_columns, read_runs, short, unlike
+from unet3d.report import compared_runs
+from unet3d.report.compared_runs import (
+    MEAN,
+    NO_SCORE,
+    ComparedRun,
+    ending,
+    label,
+    method_columns,
+    methods,
+    not_comparable,
+    read_runs,
+    short,
+    sides,
+)
 from unet3d.report.comparison_plots import basis, comparison_plot, curves_plot, dice_title, folds_plot
 from unet3d.report.loggers import Loggers, wandb_loggers
-from unet3d.report.page import read_picture, render
 from unet3d.report.plots import remove_picture
+from unet3d.report.report import read_picture, render
+from unet3d.report.scores import MEAN_OF_CLASSES, MOST_COLUMNS, spread
 
 STATUS_LETTERS = 110
-
-
+FOLDS_TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"
+FOLDS_NOTE = (
+    "SD: of the folds' means, with n - 1. Pooled: mean ± SD over all cases, each of which was held out once. Mean of "
+    "classes: mean of the classes' means; its pooled SD is that of the cases' means."
+)
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of tables for people: the heading of a number, its format
     "status": ("status", ending),  # why a run failed is below the table
     "peak_predicted_bytes": ("peak, predicted (MiB)", mib),
@@ -59,7 +75,7 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     print_comparison(rows)
     path = write_comparison(rows, folder)
     config = next(iter(jobs.values()))
-    rows = folds.methods(rows)
+    rows = methods(rows)
     if config.wandb.private:  # the last part of a path is no path any more, but often a patient's name
         hidden = options_with("private")
         rows = [
@@ -81,19 +97,39 @@ def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None =
     is wrapped, so that no numbers of a page are cut off.
     """
     keys = method_columns(rows)
-    fields = _known(rows) if fields is None else fields
+    headings = {field: heading for field, (heading, _) in COLUMNS.items() if field in (fields or _known(rows))}
+    if "dice_mean" in headings:
+        headings["dice_mean"] = dice_title(row.numbers.get("dice_grid") for row in rows)
     cells = []
     for row in rows:
-        cells.append([label(row, keys)] if labelled else [row.name, *(row.settings.get(key, "") for key in keys)])
-        for field in fields:
+        of_row = [label(row, keys)] if labelled else [row.name, *(row.settings.get(key, "") for key in keys)]
+        for field in headings:
             value = row.numbers.get(field)
-            if field == "dice_mean" and row.folds:
-                cells[-1].append(folds.spread("dice", value, row.numbers["dice_sd"]))
-            else:
-                cells[-1].append("" if value is None else COLUMNS[field][1](value))
-    of_dice = dice_title(row.numbers.get("dice_grid") for row in rows)
-    headings = [of_dice if field == "dice_mean" else COLUMNS[field][0] for field in fields]
-    return Table(["run", *([] if labelled else short(keys)), *headings], cells)
+            text = "" if value is None else COLUMNS[field][1](value)
+            of_row.append(spread("dice", value, row.numbers.get("dice_sd")) if field == "dice_mean" else text)
+        cells.append(of_row)
+    return Table(["run", *([] if labelled else short(keys)), *headings.values()], cells)
+
+
+def folds_table(rows: Sequence[ComparedRun], keys: Sequence[str]) -> Table:
+    """Return the Dice of each cross-validated method, by class; `keys` are the options in which methods differ.
+
+    It has no rows where no method has scores, as where runs only predict.
+    """
+    by_method = [(row, compared_runs.scores(row, "dice")) for row in rows if row.folds]
+    names = list(dict.fromkeys(name for _, of_classes in by_method for name in of_classes))[:MOST_COLUMNS]
+    body = []
+    for row, of_classes in by_method if names else ():
+        settings = [row.settings.get(key, "") for key in keys]
+        count = len(row.folds)
+        scored = sum(bool(run.scores) for run in row.folds)
+        folds = str(count) if count == scored else f"{scored}/{count}"
+        every = of_classes.get(MEAN, NO_SCORE)
+        means = [of_classes.get(name, NO_SCORE) for name in names]
+        spreads = [(every.pooled, every.pooled_sd), *((score.mean, score.sd) for score in means)]
+        body.append([row.name, *settings, folds, str(len(row.scores)), *(spread("dice", *pair) for pair in spreads)])
+    classes = [name or MEAN_OF_CLASSES for name in names]
+    return Table(["run", *short(keys), "folds", "cases", "pooled", *classes], body)
 
 
 def _known(rows: Sequence[ComparedRun]) -> list[str]:
@@ -127,12 +163,12 @@ def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any
 
 def print_comparison(runs: Sequence[ComparedRun]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
-    rows = folds.methods(runs)
+    rows = methods(runs)
     fields = _telling(rows)
     titled = [(_title(runs), comparison_table(rows, fields))]
-    by_folds = folds.table(rows, method_columns(rows))
+    by_folds = folds_table(rows, method_columns(rows))
     if by_folds.rows:
-        titled.append((folds.TITLE, by_folds))
+        titled.append((FOLDS_TITLE, by_folds))
     lines = [*_failures(runs), *(f"not comparable: {line}" for line in not_comparable(runs))]
     if "error_bytes" in _known(rows) and "error_bytes" not in fields:
         lines.insert(0, "predicted minus measured: 0 bytes in each")
@@ -149,7 +185,7 @@ def print_tables(titled: Sequence[tuple[str, Table]], lines: Sequence[str]) -> N
 
 
 def _title(runs: Sequence[ComparedRun]) -> str:
-    count = len(folds.methods(runs))
+    count = len(methods(runs))
     if len(runs) == 1:
         return "One run"
     if count == len(runs):
@@ -169,14 +205,6 @@ def _failures(rows: Sequence[ComparedRun]) -> list[str]:
     return lines
 
 
-def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return one line per reason not to compare the runs."""
-    rows = folds.methods(runs)  # one has several folds, all the same as another's
-    of_folds = unlike(FOLD, rows, [row.settings.get(FOLD) for row in rows])
-    of_folds = of_folds or unlike("folds scored", rows, [row.scored for row in rows])
-    return [*of_folds, *compared_runs.mismatches(runs, [FOLD])]
-
-
 def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
     """Write compare.csv, .png, .html and curves.png, of cross-validations folds.csv, .png; return the page's path.
 
@@ -186,7 +214,7 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
     (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison, as the pictures
     for name in ("compare", "curves", "folds"):
         remove_picture(folder / f"{name}.png")
-    rows = folds.methods(runs)
+    rows = methods(runs)
     keys = method_columns(rows)
     write_csv(folder / "compare.csv", *numbers_table(rows))
     if any(row.folds for row in rows):
@@ -198,20 +226,23 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
         curves_plot(curves, folder / "curves.png")
     scored = [row for row in rows if row.folds and row.numbers["dice_mean"] is not None]
     if scored:
-        folds_plot([(label(row, keys), folds.scores(row, "dice")) for row in scored], folder / "folds.png")
+        folds_plot([(label(row, keys), compared_runs.scores(row, "dice")) for row in scored], folder / "folds.png")
+    differences = []
+    for key in compared_runs.differing(rows):
+        differences.append([key, sides(rows, [row.settings.get(key) for row in rows])])
     page = render(
         "compare.html",
         title=_title(runs),
         about=ABOUT,
         runs=comparison_table(rows, labelled=True),
         failures=_failures(runs),
-        folds=folds.table(rows, keys),
-        folds_title=folds.TITLE,
-        folds_note=folds.NOTE,
+        folds=folds_table(rows, keys),
+        folds_title=FOLDS_TITLE,
+        folds_note=FOLDS_NOTE,
         each_run=comparison_table(runs),
         not_comparable=not_comparable(runs),
         figure=lambda name, about: read_picture(folder / name, about),
-        differences=_differences(rows),
+        differences=Table(["option", "values"], differences),
     )
     write_text(folder / "compare.html", page)
     return folder / "compare.html"
@@ -225,12 +256,4 @@ def _draw_peaks(runs: Sequence[ComparedRun], keys: Sequence[str], path: Path) ->
     if drawn:
         names = [line.partition(":")[0] for line in not_comparable(drawn)]
         remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
-        comparison_plot({label(row, keys): row.numbers for row in folds.methods(drawn)}, remark, path)
-
-
-def _differences(rows: Sequence[ComparedRun]) -> Table:
-    """Return one row per option that differs, with the runs of each value."""
-    cells = []
-    for key in compared_runs.differing(rows):
-        cells.append([key, compared_runs.sides(rows, [row.settings.get(key) for row in rows])])
-    return Table(["option", "values"], cells)
+        comparison_plot({label(row, keys): row.numbers for row in methods(drawn)}, remark, path)

@@ -1,19 +1,24 @@
-"""Runs as the rows of a comparison: read from folders; which options tell them apart, and which forbid to compare."""
+"""Runs as the rows of a comparison: read from folders; which options tell them apart, and which forbid to compare.
+
+Cross-validation: runs that differ in the fold that they hold out are one row, with mean and SD over the folds.
+"""
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from unet3d.base.errors import UserError
 from unet3d.config import compose
-from unet3d.config.schema import options_with
+from unet3d.config.schema import FACTS, options_with
 from unet3d.report.comparison_plots import OVERLAID, basis
 from unet3d.report.plots import Curve, curve
-from unet3d.report.summary import compared_numbers
+from unet3d.report.report import compared_numbers
+from unet3d.report.scores import METRICS, Score, by_class
 from unet3d.run.record import RunRecord, numbers_of, read_run
 from unet3d.training.metrics import mean_of
 
@@ -21,6 +26,8 @@ RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run 
 FOLD = "data.fold"
 MOST_NAMES = 6  # of runs with one value: of more, their number
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
+MEAN = ""  # among the classes: the mean of all
+NO_SCORE = Score((), {}, None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,7 @@ def _settings(run: RunRecord) -> dict[str, str]:
     groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
     settings = {}
     for word in run.overrides or []:
-        key, _, value = word.partition("=")
-        key = key.lstrip("+")
+        key, _, value = word.lstrip("+").partition("=")
         if key in groups or not run.settings:
             settings[key] = _as_text(key, value)
     for key, value in compose.flat(run.settings).items():
@@ -131,6 +137,12 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
     labelled = numbers_of(run.records, "data/labelled_share")
     only_predicts = bool(predicted) and not measured and not run.records
     network_grid = "network" if run.spacing else None  # else both are one grid
+    distances: dict[str, Any] = {}
+    for key in run.scores[0] if run.scores else ():
+        if key.startswith("hd95_mm/"):
+            known = numbers_of(run.scores, key)
+            distances[key] = mean_of(known)
+            distances[key.replace("hd95_mm", "hd95_mm_cases", 1)] = len(known)  # a case that misses a class has none
     return {
         "status": _status(run.status, only_predicts),
         "parameters": run.memory.get("parameters"),
@@ -142,21 +154,10 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
         "step_median_s": median(steps) if steps else None,
         "dice_mean": run.dice_mean,
         "dice_grid": None if run.dice_mean is None else "files" if run.has_own_grids else network_grid,
-        **_distances(run),
+        **distances,
         "labelled_share": labelled[0] if labelled else None,
         **compared_numbers(run.memory, run.records),
     }
-
-
-def _distances(run: RunRecord) -> dict[str, Any]:
-    """Return the mean HD95 of each class, and of how many cases: one that misses a class has none."""
-    numbers: dict[str, Any] = {}
-    for key in run.scores[0] if run.scores else ():
-        if str(key).startswith("hd95_mm/"):
-            known = numbers_of(run.scores, key)
-            numbers[key] = mean_of(known)
-            numbers[key.replace("hd95_mm", "hd95_mm_cases", 1)] = len(known)
-    return numbers
 
 
 def _status(text: str, only_predicts: bool) -> str:
@@ -229,20 +230,22 @@ def label(row: ComparedRun, keys: Sequence[str]) -> str:
     return f"{row.name}: {' '.join(settings)}" if settings else row.name
 
 
-def mismatches(rows: Sequence[ComparedRun], varied: Sequence[str] = ()) -> list[str]:
-    """Return one line per difference that makes the runs not comparable; an experiment varies `varied` on purpose."""
-    options = [key for key in options_with("same") if key not in varied]
-    values = {key: [row.settings.get(key) for row in rows] for key in options}
-    values |= {key: [row.environment.get(key) for row in rows] for key in SAME_MACHINE}
-    if len({row.settings.get("steps") for row in rows}) == 1:
-        values["steps done"] = [row.numbers["steps_done"] for row in rows]
-    values["grid of the Dice"] = [row.numbers.get("dice_grid") for row in rows]
-    values["peak"] = [basis(row.numbers) for row in rows]
-    values["kind of measured peak"] = [row.numbers["measured_kind"] for row in rows]
-    return [line for key in values for line in unlike(key, rows, values[key])]
+def not_comparable(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return one line per difference that makes the runs not comparable."""
+    rows = methods(runs)  # one has several folds, all the same as another's
+    lines = _unlike(FOLD, rows, [row.settings.get(FOLD) for row in rows])
+    lines = lines or _unlike("folds scored", rows, [row.scored for row in rows])
+    values = {key: [run.settings.get(key) for run in runs] for key in options_with("same") if key != FOLD}
+    values |= {key: [run.environment.get(key) for run in runs] for key in SAME_MACHINE}
+    if len({run.settings.get("steps") for run in runs}) == 1:
+        values["steps done"] = [run.numbers["steps_done"] for run in runs]
+    values["grid of the Dice"] = [run.numbers.get("dice_grid") for run in runs]
+    values["peak"] = [basis(run.numbers) for run in runs]
+    values["kind of measured peak"] = [run.numbers["measured_kind"] for run in runs]
+    return lines + [line for key in values for line in _unlike(key, runs, values[key])]
 
 
-def unlike(key: str, rows: Sequence[ComparedRun], values: Sequence[Any]) -> list[str]:
+def _unlike(key: str, rows: Sequence[ComparedRun], values: Sequence[Any]) -> list[str]:
     """Return a line on a key whose values differ between runs; [] where they do not."""
     return [f"{key}: {sides(rows, values)}"] if len({*values} - {None}) > 1 else []
 
@@ -258,3 +261,148 @@ def sides(rows: Sequence[ComparedRun], values: Sequence[Any]) -> str:
         some = f"run{'s' if len(names) > 1 else ''} {', '.join(names)}"
         parts.append(f"{value} ({some if len(names) <= MOST_NAMES else f'{len(names)} runs'})")
     return ", ".join(parts)
+
+
+def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return one row per method, in order: runs that differ in their fold alone are one; others stay as they are."""
+    rows: dict[str, ComparedRun] = {run.name: run for run in runs}
+    for same in _groups(runs):
+        if _are_folds(same):
+            first, *others = same
+            rows[first.name] = _merged(same)
+            for run in others:
+                del rows[run.name]
+    return list(rows.values())
+
+
+def repeats(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Return the first runs of one method that hold out the same fold; [] without any."""
+    for group in _groups(runs):
+        for run in group:
+            fold = run.settings.get(FOLD, "")
+            same = [other for other in group if other.settings.get(FOLD) == fold]
+            if len(same) > 1 and fold.isdecimal():
+                return same
+    return []
+
+
+def _groups(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Return the runs of each method, in order."""
+    groups: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
+    for run in runs:
+        groups.setdefault(_method(run, runs), []).append(run)
+    return list(groups.values())
+
+
+def _are_folds(runs: Sequence[ComparedRun]) -> bool:
+    """Return whether several runs each hold out another fold, and each case is held out once."""
+    held_out = [run.settings.get(FOLD, "") for run in runs]
+    cases = [case.get("case") for run in runs for case in run.scores]
+    is_once = len(set(held_out)) == len(runs) and len(set(cases)) == len(cases)
+    return len(runs) > 1 and is_once and all(fold.isdecimal() for fold in held_out)
+
+
+def _method(run: ComparedRun, runs: Sequence[ComparedRun]) -> frozenset[tuple[str, str]]:
+    """Return the settings that a run shares with the other folds of its method.
+
+    Of a run of which only the command line is known, it returns the settings of the method that this suits.
+    """
+    shared = _shared(run)
+    if run.is_whole:
+        return frozenset((key, value) for key, value in shared.items() if key in FACTS)
+    suited = set()
+    for other in runs:  # a command line may write `True` for true
+        is_suited = all(other.settings.get(key, "").lower() == value.lower() for key, value in shared.items())
+        if other.is_whole and is_suited:
+            suited.add(_method(other, ()))
+    return suited.pop() if len(suited) == 1 else frozenset(shared.items())
+
+
+def _shared(run: ComparedRun) -> dict[str, str]:
+    """Return the settings in which the folds of one method may not differ."""
+    untold = options_with("untold")
+    return {key: value for key, value in run.settings.items() if key != FOLD and untold.get(key) != "course"}
+
+
+def _merged(runs: Sequence[ComparedRun]) -> ComparedRun:
+    """Return the runs of one method as one row."""
+    runs = sorted(runs, key=lambda run: int(run.settings[FOLD]))
+    first = next((run for run in runs if run.is_whole), runs[0])
+    environments = [set(run.environment.items()) for run in runs]
+    row = replace(
+        first,
+        name=",".join(run.name for run in runs),
+        settings={**_shared(first), FOLD: ",".join(run.settings[FOLD] for run in runs)},
+        environment=dict(set.intersection(*environments)),
+        curves={},
+        named=frozenset().union(*(run.named for run in runs)),
+        scores=[case for run in runs for case in run.scores],
+        folds=tuple(runs),
+    )
+    return replace(row, numbers=_numbers_of_folds(row))
+
+
+def _numbers_of_folds(row: ComparedRun) -> dict[str, Any]:
+    """Return the numbers of a method: of peaks and errors the largest, the median of times, mean and SD of scores."""
+    names = dict.fromkeys(key for run in row.folds for key in run.numbers)
+    known = {key: [run.numbers[key] for run in row.folds if run.numbers.get(key) is not None] for key in names}
+    common = {key: values[0] if len({*values}) == 1 else None for key, values in known.items()}
+    endings = Counter(ending(status) for status in known["status"])
+    counts = [f"{count} {kind}" for kind, count in endings.items()]
+    every = scores(row, "dice").get(MEAN, NO_SCORE)
+    numbers = {
+        "status": ", ".join(counts) if len(counts) > 1 else next(iter(endings)),
+        "parameters": common["parameters"],
+        "peak_predicted_bytes": max(known["peak_predicted_bytes"], default=None),
+        "peak_measured_bytes": max(known["peak_measured_bytes"], default=None),
+        "measured_kind": common["measured_kind"],
+        "error_bytes": max(known["error_bytes"], key=abs, default=None),
+        "steps_done": min(known["steps_done"], default=None),
+        "step_median_s": median(known["step_median_s"]) if known["step_median_s"] else None,
+        "dice_mean": every.mean,
+        "dice_grid": common["dice_grid"],
+        "labelled_share": mean_of(known["labelled_share"]),
+        "dice_sd": every.sd,
+        "dice_pooled": every.pooled,
+        "dice_pooled_sd": every.pooled_sd,
+        "folds": row.scored,
+        "cases": len(row.scores),
+    }
+    numbers |= {key: max(known[key], key=abs) for key in names if key.startswith("plan_") and known[key]}
+    for metric in METRICS:
+        for name, score in scores(row, metric).items():
+            if name == MEAN:
+                continue
+            numbers[f"{metric}/{name}"] = score.mean
+            numbers[f"{metric}_sd/{name}"] = score.sd
+            numbers[f"{metric}_pooled/{name}"] = score.pooled
+            numbers[f"{metric}_pooled_sd/{name}"] = score.pooled_sd
+            if metric == "hd95_mm":  # a case that misses a class has none
+                numbers[f"{metric}_cases/{name}"] = len(score.cases)
+    return numbers
+
+
+def scores(row: ComparedRun, metric: str) -> dict[str, Score]:
+    """Return a method's scores by class, the score of MEAN first; {} without any.
+
+    The SD of MEAN is of the folds' means, the pooled one of the cases' means.
+    """
+    folds = [{case.get("case", ""): by_class(case, metric) for case in run.scores} for run in row.folds]
+    cases = {case: classes for fold in folds for case, classes in fold.items()}
+    found = {}
+    for name in dict.fromkeys(name for classes in cases.values() for name in classes):
+        means = [mean_of(classes.get(name) for classes in fold.values()) for fold in folds]
+        found[name] = _score(means, {case: classes[name] for case, classes in cases.items() if name in classes})
+    if not found:
+        return {}
+    of_folds = [mean_of(score.folds[place] for score in found.values()) for place in range(len(folds))]
+    mean = _score(of_folds, {case: fmean(classes.values()) for case, classes in cases.items() if classes})
+    return {MEAN: mean._replace(pooled=mean_of(score.pooled for score in found.values())), **found}
+
+
+def _score(folds: Sequence[float | None], cases: Mapping[str, float]) -> Score:
+    numbers: list[float | None] = []
+    for values in (folds, cases.values()):
+        known = [value for value in values if value is not None]
+        numbers += [mean_of(known), stdev(known) if len(known) > 1 else None]
+    return Score(tuple(folds), cases, *numbers)

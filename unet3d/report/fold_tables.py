@@ -15,11 +15,10 @@ from typing import NamedTuple
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import Table
-from unet3d.report import folds
-from unet3d.report.compared_runs import FOLD, ComparedRun, find_runs, read_runs, setting_columns, short
-from unet3d.report.folds import spread
-from unet3d.report.page import render
-from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, Score, ranked, shown
+from unet3d.report import compared_runs
+from unet3d.report.compared_runs import FOLD, ComparedRun, short
+from unet3d.report.report import render
+from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, ranked, shown, spread
 from unet3d.run.run_folder import as_number
 from unet3d.training.metrics import NOTE_KEY
 
@@ -61,18 +60,18 @@ def read_methods(paths: Sequence[Path]) -> list[ComparedRun]:
 
     Raises UserError without any.
     """
-    runs = read_runs(find_runs(paths))
-    same = folds.repeats(runs)
+    runs = compared_runs.read_runs(compared_runs.find_runs(paths))
+    same = compared_runs.repeats(runs)
     if same:
         where = " and ".join(str(run.folder) for run in same)
         problem = f"are the same method and fold, data.fold={same[0].settings[FOLD]}"
         raise UserError(f"{where} {problem}; leave one sweep out, or repeat it with another option, such as seed=1")
-    rows = [row for row in folds.methods(runs) if row.folds and row.scores]
+    rows = [row for row in compared_runs.methods(runs) if row.folds and row.scores]
     if not rows:
         where = ", ".join(map(str, paths))
         what = "no cross-validation: its runs differ in data.fold alone, and have scores"
         raise UserError(f"{where}: {what}; make one: python train.py experiment=five_folds")
-    keys = setting_columns(rows)
+    keys = compared_runs.setting_columns(rows)
     methods = []
     for number, row in enumerate(rows, start=1):
         settings = [f"{word}={row.settings.get(key, '')}" for key, word in zip(keys, short(keys), strict=True)]
@@ -96,7 +95,7 @@ def problems(method: ComparedRun) -> list[str]:
 
 def class_table(method: ComparedRun) -> Table:
     """Return one row per class: mean and SD of each score over all out-of-fold cases, and the worst case by Dice."""
-    by_metric = {metric: folds.scores(method, metric) for metric in METRICS}
+    by_metric = {metric: compared_runs.scores(method, metric) for metric in METRICS}
     metrics = [metric for metric in METRICS if by_metric[metric]]
     mean, *names = by_metric["dice"]
     if len(names) > 1:
@@ -105,30 +104,25 @@ def class_table(method: ComparedRun) -> Table:
     for name in names:
         of_cases = by_metric["dice"][name].cases
         row = [name or MEAN_OF_CLASSES, str(len(of_cases))]
-        row += [_pooled(metric, by_metric[metric].get(name), len(of_cases)) for metric in metrics]
-        worst, *_ = _by_value(of_cases)
+        for metric in metrics:
+            score = by_metric[metric].get(name, compared_runs.NO_SCORE)
+            cases = f" ({len(score.cases)})" if 0 < len(score.cases) != len(of_cases) else ""
+            row.append(spread(metric, score.pooled, score.pooled_sd) + cases)
+        worst, _ = _extremes(of_cases)
         rows.append([*row, f"{worst} ({shown('dice', of_cases[worst])})"])
-    heads = [METRICS[metric][0] for metric in metrics]
-    return Table(["class", "cases", *heads, "worst Dice"], rows)
+    return Table(["class", "cases", *(METRICS[metric][0] for metric in metrics), "worst Dice"], rows)
 
 
-def _by_value(of_cases: Mapping[str, float]) -> list[str]:
-    """Return the cases from the lowest score to the highest; equals by name."""
-    return sorted(of_cases, key=lambda case: (of_cases[case], case))
-
-
-def _pooled(metric: str, score: Score | None, cases: int) -> str:
-    """Return `0.881±0.031`, and how many of the cases have the score where not all have."""
-    if score is None or score.pooled is None:
-        return ""
-    text = spread(metric, score.pooled, score.pooled_sd)
-    return text if len(score.cases) == cases else f"{text} ({len(score.cases)})"
+def _extremes(of_cases: Mapping[str, float]) -> tuple[str, str]:
+    """Return the cases with the lowest and the highest score; of equals the first and the last by name."""
+    ordered = sorted(of_cases, key=lambda case: (of_cases[case], case))
+    return ordered[0], ordered[-1]
 
 
 def worst_table(method: ComparedRun) -> Table:
     """Return the cases with the lowest mean Dice, and their Dice by class."""
     fold_of = {row.get("case", ""): run.settings[FOLD] for run in method.folds for row in run.scores}
-    _, *names = folds.scores(method, "dice")
+    _, *names = compared_runs.scores(method, "dice")
     rows = []
     for case in ranked(method.scores)[:WORST]:
         of_classes = [shown("dice", case.classes.get(name)) for name in names]
@@ -141,11 +135,11 @@ def numbers_table(methods: Sequence[ComparedRun]) -> tuple[list[str], list[list[
     head = ["method", "class", "score", "cases", "mean", "sd", "lowest", "lowest_case", "highest", "highest_case"]
     rows: list[list[object]] = []
     for method, metric in product(methods, METRICS):
-        for name, score in folds.scores(method, metric).items():
-            values = score.cases
-            ordered = _by_value(values)
-            row = [method.name, name or MEAN_OF_CLASSES, metric, len(values), score.pooled, score.pooled_sd]
-            rows.append([*row, values[ordered[0]], ordered[0], values[ordered[-1]], ordered[-1]])
+        for name, score in compared_runs.scores(method, metric).items():
+            row = [method.name, name or MEAN_OF_CLASSES, metric, len(score.cases), score.pooled, score.pooled_sd]
+            for case in _extremes(score.cases):
+                row += [score.cases[case], case]
+            rows.append(row)
     return head, rows
 
 
@@ -183,8 +177,8 @@ def paired_tests(first: ComparedRun, second: ComparedRun) -> list[PairedTest]:
     """Return a test of each score and class that both methods have, of cases that both have scored."""
     tests = []
     for metric in TESTED:
-        of_second = folds.scores(second, metric)
-        for name, score in folds.scores(first, metric).items():
+        of_second = compared_runs.scores(second, metric)
+        for name, score in compared_runs.scores(first, metric).items():
             if name in of_second and score.cases.keys() & of_second[name].cases.keys():
                 tests.append(_test(metric, name, score.cases, of_second[name].cases))
     return tests
@@ -243,11 +237,9 @@ def titled_tables(methods: Sequence[ComparedRun]) -> list[tuple[str, Table]]:
 def write_tables(methods: Sequence[ComparedRun], titled: Titled, lines: Sequence[str], out: Path) -> Path:
     """Write cross_validation.md, .csv, .tex, cases.csv, and of several methods paired.csv; return the first's path."""
     out.mkdir(parents=True, exist_ok=True)
-    notes = [NOTE, *lines]
-    if len(methods) > 1:
-        notes.insert(1, TEST_NOTE)
-    write_text(out / "cross_validation.md", as_markdown(titled, notes))
-    write_text(out / "cross_validation.tex", as_latex(titled, notes))
+    notes = [NOTE, *([TEST_NOTE] if len(methods) > 1 else []), *lines]
+    for ending in ("md", "tex"):
+        write_text(out / f"cross_validation.{ending}", typeset(titled, notes, ending))
     write_csv(out / "cross_validation.csv", *numbers_table(methods))
     write_csv(out / "cases.csv", *cases_table(methods))
     if len(methods) > 1:
@@ -258,14 +250,10 @@ def write_tables(methods: Sequence[ComparedRun], titled: Titled, lines: Sequence
     return out / "cross_validation.md"
 
 
-def as_markdown(titled: Titled, notes: Sequence[str]) -> str:
-    """Return titled tables, and notes below them, as Markdown."""
-    return render("cross_validation.md", titled=titled, notes=notes, text=markdown)
-
-
-def as_latex(titled: Titled, notes: Sequence[str]) -> str:
-    """Return titled tables as LaTeX with booktabs, and notes below them."""
-    return render("cross_validation.tex", titled=titled, notes=notes, text=latex)
+def typeset(titled: Titled, notes: Sequence[str], ending: str) -> str:
+    """Return titled tables, and notes below them, as Markdown ("md") or as LaTeX with booktabs ("tex")."""
+    text = {"md": markdown, "tex": latex}[ending]
+    return render(f"cross_validation.{ending}", titled=titled, notes=notes, text=text)
 
 
 def markdown(text: str) -> str:

@@ -1,7 +1,7 @@
 """What all figures share, PNG and SVG files with nothing that overlaps; and the training curves of a run."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import ceil
 from pathlib import Path

@@ -115,6 +115,13 @@ def shown(metric: str, value: Any) -> str:
     return "n/a" if value is None else f"{value:,.{METRICS[metric][1]}f}"
 
 
+def spread(metric: str, mean: float | None, sd: float | None) -> str:
+    """Return `0.623±0.041`; without SD the mean, "" without any."""
+    if mean is None:
+        return ""
+    return shown(metric, mean) if sd is None else f"{shown(metric, mean)}±{shown(metric, sd)}"
+
+
 def score_title(run: RunRecord, what: str = SCORES_TITLE) -> str:
     """Return the title of a table of scores: which weights, whether they are also the best, and on which grid."""
     if not run.last_validation:

@@ -18,8 +18,8 @@ from unet3d.data.splits import split
 from unet3d.data.volume import Grid
 from unet3d.memory import prediction
 from unet3d.memory.tables import SavedSchedule
-from unet3d.report import report, summary
-from unet3d.report.summary import plan_entry
+from unet3d.report import report
+from unet3d.report.report import plan_entry
 from unet3d.run.pretrained import load_pretrained
 from unet3d.run.record import RunRecord, read_run
 from unet3d.run.run import Run
@@ -62,7 +62,7 @@ def run(config: Config, folder: Path, stop: Stop) -> None:
         if record is not None:
             signals.raise_again()
             report.write_page(record)
-            summary.print_summary(record)
+            report.print_summary(record)
 
 
 def _record_of(run: Run) -> RunRecord | None:
