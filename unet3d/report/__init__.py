@@ -1,8 +1,8 @@
 """Reports: what a run leaves for its reader.
 
 Read these in order. The files of a run folder are in `unet3d.run`: run_folder, record. Loggers: loggers,
-wandb_logger. Scores: scores. Figures: plots (shared parts, training curves),
-case_plots, memory_plots, comparison_plots. The report of a run: report, summary (sentences and numbers, also for the
-closing lines, and a paper's paragraph), page (templates/), explained (of a network that was only profiled).
-Several runs: compared_runs, folds, compare, fold_tables (for papers).
+wandb_logger. Scores: scores. Figures: plots (shared parts, training curves), case_plots, memory_plots,
+comparison_plots. The report of a run: report (its page from templates/, its summary in sentences and numbers, a paper's
+paragraph), explained (of a network that was only profiled). Several runs: compared_runs (also cross-validations),
+compare, fold_tables (for papers).
 """
