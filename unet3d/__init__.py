@@ -19,13 +19,25 @@ __all__ = ["load", "memory", "recompute", "train"]
 
 
 def __getattr__(name: str) -> "Any":
-    homes = {"load": "run.predict", "recompute": "recomputing.module", "train": "cli.train", "memory": "memory"}
-    if name not in homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    if name == "load":
+        from unet3d.run.predict import load
 
-    module = importlib.import_module(f"unet3d.{homes[name]}")
-    return module if name == "memory" else getattr(module, name)
+        return load
+    if name == "memory":
+        import sys
+
+        import unet3d.memory  # noqa: F401 (by its name among the modules)
+
+        return sys.modules["unet3d.memory"]
+    if name == "recompute":
+        from unet3d.recomputing.module import recompute
+
+        return recompute
+    if name == "train":
+        from unet3d.cli.train import train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

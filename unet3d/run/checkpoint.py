@@ -38,7 +38,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config, Data, Model
 from unet3d.data.intensity import Intensity, Seen, checked_intensity
 
-FORMAT = 2
+FORMAT = 3
 DIFFERENCES_SHOWN = 10  # tensors in an error
 DEEPEST = 20  # levels of lists and dictionaries
 Split = dict[str, Any]
