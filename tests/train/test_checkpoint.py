@@ -143,7 +143,11 @@ def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "tokens"),
     [
-        pytest.param({"format": checkpoint.FORMAT + 1}, rf"\bformat {checkpoint.FORMAT + 1}\b.*\bformat {checkpoint.FORMAT}\b", id="another"),
+        pytest.param(
+            {"format": checkpoint.FORMAT + 1},
+            rf"\bformat {checkpoint.FORMAT + 1}\b.*\bformat {checkpoint.FORMAT}\b",
+            id="another",
+        ),
         pytest.param([1, 2], "format", id="list"),
         pytest.param({"model": {}}, "format", id="no format"),
     ],
