@@ -29,6 +29,7 @@ from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import STEPS_FOR_PEAK, GpuLedger
 from unet3d.memory.prediction import MemoryEstimate, usual_estimates
 from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import choose_technique
 from unet3d.model.unet import UNet3D
 from unet3d.run.training_state import TrainingState
 from unet3d.training import optim
@@ -61,6 +62,20 @@ def tiny(*overrides: str) -> Config:
 
 def peak(options: Config) -> int:
     return most_held(simulate(options, options.model, steps=STEPS_FOR_PEAK).ledger.events)
+
+
+STEADY = ["accumulate=2", "device=cuda amp=true recompute=lean"]
+
+
+@pytest.mark.parametrize("words", STEADY)
+def test_a_repeated_step_is_the_next_step(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = tiny("optim=sgd", "optim.average=0.99", *words.split())
+    technique = choose_technique(options, options.model)
+    repeated = simulate(options, options.model, technique).ledger
+    monkeypatch.setattr(of_ledger.Ledger, "repeat", lambda *_: False)
+    taken = simulate(options, options.model, technique).ledger
+    assert [repeated.marks, repeated.events, repeated.storages] == [taken.marks, taken.events, taken.storages]
+    assert (repeated.convolutions, repeated.workspaces) == (taken.convolutions, taken.workspaces)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

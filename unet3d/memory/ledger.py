@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -163,6 +163,7 @@ class Ledger(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = [(0, "before")]
         self.convolutions: list[tuple[int, str, int]] = []  # Each call's earlier events, module, FLOPs.
+        self.workspaces: list[tuple[int, int]] = []  # Of a GPU's convolutions: each call's earlier events, bytes.
         self.layer: Callable[[str], str] = str
         self._scope = scope
         self._device_type = device_type
@@ -205,6 +206,43 @@ class Ledger(TorchDispatchMode):
     def index(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage. Raises KeyError if it is not counted."""
         return self._alive[tensor.untyped_storage()._cdata][0]
+
+    def repeat(self, times: int) -> bool:
+        """Record the first step, which is over, again, without what it has left: later steps find that.
+
+        Returns whether this was done: not where the step has left more than the optimizer's state, or has released what
+        was there before it, since later steps would then be others.
+        """
+        begin, _ = self.marks[1]
+        for storage in self.storages:
+            is_other = storage.died is not None
+            if storage.born >= begin:
+                is_other = storage.died is None and storage.role != "optimizer" and storage.operation != ADOPTED
+            if is_other:
+                return False
+        events = self.events[begin:]
+        marks = self.marks[1:]
+        convolutions = list(self.convolutions)
+        workspaces = list(self.workspaces)
+        for time in range(1, times + 1):
+            numbers: dict[int, int] = {}
+            moments = {}
+            for moment, (index, change) in enumerate(events, begin):
+                moments[moment] = len(self.events)
+                if self.storages[index].died is not None:
+                    number = numbers.setdefault(index, len(self.storages) + len(numbers))
+                    self.events.append((number, change))
+            moments[begin + len(events)] = len(self.events)
+            for index in numbers:
+                old = self.storages[index]
+                assert old.died is not None
+                phase = old.phase + time * len(marks)
+                new = replace(old, phase=phase, born=moments[old.born], died=moments[old.died])
+                self.storages.append(new)
+            self.marks += [(moments[moment], phase) for moment, phase in marks]
+            self.convolutions += [(moments[moment], module, flops) for moment, module, flops in convolutions]
+            self.workspaces += [(moments[moment], size) for moment, size in workspaces]
+        return True
 
     def alive_bytes(self) -> list[int]:
         """Return the bytes alive after each event, after a leading 0."""

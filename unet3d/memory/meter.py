@@ -31,7 +31,6 @@ class GpuLedger(Ledger):
 
     def __init__(self, scope: Callable[[], ModuleScope] = lambda: ModuleScope(""), device_type: str = "cpu") -> None:
         super().__init__(scope, device_type)
-        self.workspaces: list[tuple[int, int]] = []
         self.empties_cache = False  # before the last step, as a run does: see `CudaMeter`
 
     def requests(self) -> list[tuple[int, int]]:

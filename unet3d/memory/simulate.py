@@ -22,6 +22,7 @@ from unet3d.memory.meter import COUNTED, MEASURED_STEPS, GpuLedger, LedgerMeter
 from unet3d.recomputing.program import PLAIN, Technique
 from unet3d.training import optim
 from unet3d.training.inference import Predictor
+from unet3d.training.losses import Probe
 from unet3d.training.step import train_step
 from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
@@ -51,7 +52,12 @@ def simulate(
         def make() -> list[Batch]:
             return [fake_batch(config, model_config, dtype) for _ in range(config.accumulate)]
 
-        meter = fake_steps(learner, make, target, config.optim.clip, watch, steps)
+        # Adam's first step makes other tensors than later ones, and so does the scaler of fp16.
+        is_steady = config.optim.name == "sgd" and not learner.scaler.is_enabled()
+        if model_config.path is not None or config.loss.path is not None:
+            is_steady = False
+        Probe.reference_counts()  # The first step of a process would make tensors for it.
+        meter = fake_steps(learner, make, target, config.optim.clip, watch, steps, is_steady)
         meter.guesses = guesses
         if isinstance(meter.ledger, GpuLedger):
             meter.ledger.empties_cache = True
@@ -80,10 +86,12 @@ def fake_steps(
     clip: float | None = None,
     watch: Watch | None = None,
     steps: int = MEASURED_STEPS,
+    is_steady: bool = False,
 ) -> LedgerMeter:
     """Take training steps as on a `target`, "cpu" or "cuda", within `fake_mode`.
 
-    `make` gives each its micro-batches.
+    `make` gives each its micro-batches. `is_steady`: network, loss and optimizer take every step alike, so that the
+    ledger may repeat the first.
     """
     on_gpu = target == "cuda"
     if on_gpu:
@@ -92,11 +100,14 @@ def fake_steps(
     if watch is not None:
         watch(learner.model, meter.ledger)
     with closing(meter):
-        for _ in parts(range(steps)):
+        for number in parts(range(steps)):
             batches: list[Any] = make()
             if on_gpu:
                 batches = list(map(BatchInTransit, batches))
             train_step(*learner, batches, meter.mark, clip)
+            del batches  # before the ledger repeats the step
+            if is_steady and number == 0 and meter.ledger.repeat(steps - 1):
+                break
     return meter
 
 
