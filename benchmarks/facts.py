@@ -15,7 +15,7 @@ from torch import nn
 from unet3d.base.terminal import WIDE, paper, terminal_table
 from unet3d.base.types import MIB, Table
 from unet3d.config import compose
-from unet3d.memory.breakdown import held, state_bytes
+from unet3d.memory.breakdown import held, summarise_ledger
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
@@ -144,7 +144,7 @@ def adam() -> Iterator[tuple[str, float]]:
         meter.mark("step")
         optimizer.step()
         meter.mark("end")
-    found = state_bytes(meter.ledger)
+    found = summarise_ledger(meter.ledger)["state"]
     for role, what in (("params", "weights"), ("optimizer", "Adam"), ("grads", "gradients")):
         yield f"76,464,439 parameters: {what}", found[role] / MIB
 
