@@ -21,16 +21,15 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
     return drawing(tmp_path, monkeypatch)
 
 
-def rows(**dice: tuple[float | None, float | None]) -> list[dict[str, str]]:
+def rows(**dice: tuple[float | None, float | None]) -> list[dict[str, Any]]:
     """Rows of scores.csv: Dice of two classes."""
-    text = {name: ["" if value is None else str(value) for value in values] for name, values in dice.items()}
-    return [{"case": name, "dice/a": one, "dice/b": two, "hd95_mm/a": "2"} for name, (one, two) in text.items()]
+    return [{"case": name, "dice/a": one, "dice/b": two, "hd95_mm/a": 2.0} for name, (one, two) in dice.items()]
 
 
 # --- which cases
 
 
-def names(found: list[dict[str, str]]) -> dict[str, str]:
+def names(found: list[dict[str, Any]]) -> dict[str, str]:
     return {role: case.name for role, case in scores.chosen(found).items()}
 
 
@@ -52,7 +51,7 @@ def test_the_best_the_median_and_the_worst_are_by_the_mean_of_the_classes_that_a
         ([{"other": "1"}], {"": ""}),  # of a damaged file
     ],
 )
-def test_few_cases_equal_ones_and_such_without_a_class(found: list[dict[str, str]], shown: dict[str, str]) -> None:
+def test_few_cases_equal_ones_and_such_without_a_class(found: list[dict[str, Any]], shown: dict[str, str]) -> None:
     assert names(found) == shown
 
 
@@ -61,7 +60,7 @@ def test_the_table_has_a_row_a_case_the_worst_first_and_is_bounded() -> None:
     table = scores.case_table(found)
     assert table.columns[0] == "case" and table.columns[2:] == ["Dice a", "Dice b", "HD95 (mm) a"]
     assert table.rows == [["r", "0.300", "0.200", "0.400", "2.00"], ["p", "0.900", "0.900", "n/a", "2.00"]]
-    wide = [{f"dice/{number}": "1" for number in range(500)} | {"case": str(case)} for case in range(300)]
+    wide = [{f"dice/{number}": 1.0 for number in range(500)} | {"case": str(case)} for case in range(300)]
     table = scores.case_table(wide)
     assert (len(table.columns), len(table.rows)) == (202, 100)
     assert scores.case_table([]).rows == []

@@ -91,14 +91,14 @@ def test_all_is_written_for_papers_and_for_programs(methods: list[ComparedRun], 
 )
 def test_the_paired_test_is_of_cases_that_both_have(methods: list[ComparedRun]) -> None:
     first, second = (method for method in methods)
-    tests = {(test.metric, test.name): test for test in fold_tables.paired_tests(first, second)}
+    tests = {(test["score"], test["class"]): test for test in fold_tables.paired_tests(first, second)}
     left = tests["dice", "left"]
-    assert (left.pairs, left.differing) == (4, 3)
-    assert left.mean_difference == pytest.approx(fmean(after - before for before, after in LEFT.values()))
-    assert left.rank_sum == 6 and left.effect == 1 and left.p == pytest.approx(0.25), "2 of 2^3 orders of signs"
+    assert (left["pairs"], left["that differ"]) == (4, 3)
+    assert left["mean difference"] == pytest.approx(fmean(after - before for before, after in LEFT.values()))
+    assert left["W+"] == 6 and left["effect"] == 1 and left["p"] == pytest.approx(0.25), "2 of 2^3 orders of signs"
     right = tests["dice", "right"]  # +.1, -.3, +.1: ranks 1.5, 3, 1.5
-    assert (right.pairs, right.rank_sum, right.effect) == (3, 3, 0)
-    assert tests["hd95_mm", "left"].effect == -1
+    assert (right["pairs"], right["W+"], right["effect"]) == (3, 3, 0)
+    assert tests["hd95_mm", "left"]["effect"] == -1
 
 
 def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
         for n, part in enumerate(lines)
     ]
     first, second = (method for method in fold_tables.read_methods(sweeps))
-    test = next(test for test in fold_tables.paired_tests(first, second) if test.name == "left")
+    test = next(test for test in fold_tables.paired_tests(first, second) if test["class"] == "left")
     differences = [new - old for old, new in zip(before, after, strict=True) if new != old]
     sizes = sorted(abs(difference) for difference in differences)
 
@@ -120,15 +120,15 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
 
     up = sum(rank(abs(difference)) for difference in differences if difference > 0)
     down = sum(rank(abs(difference)) for difference in differences if difference < 0)
-    assert test.rank_sum == pytest.approx(up) and test.effect == pytest.approx((up - down) / (up + down))
-    assert test.p is not None and 0 < test.p < 1 and test.pairs == 60
+    assert test["W+"] == pytest.approx(up) and test["effect"] == pytest.approx((up - down) / (up + down))
+    assert test["p"] is not None and 0 < test["p"] < 1 and test["pairs"] == 60
 
 
 def test_equal_methods_have_no_p(tmp_path: Path) -> None:
     sweeps = [sweep(tmp_path / str(n), FIRST, f"seed={n}") for n in range(2)]
     first, second = (method for method in fold_tables.read_methods(sweeps))
     tests = fold_tables.paired_tests(first, second)
-    assert tests and all((test.differing, test.p, test.effect) == (0, None, None) for test in tests)
+    assert tests and all((test["that differ"], test["p"], test["effect"]) == (0, None, None) for test in tests)
     assert fold_tables.paired_table(tests).rows[0][-2:] == ["", ""]
 
 

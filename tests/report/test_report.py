@@ -664,7 +664,7 @@ def test_names_of_cases_are_read_from_a_table_of_scores_as_they_were(folder: Pat
         assert [row["case"] for row in csv.DictReader(file)] == [f"'{text}" for text in FORMULAS] + list(TEXTS)
     found = read_run(folder).scores
     assert [row["case"] for row in found] == list(names)
-    assert {(row["dice/=organ"], row["iou/=organ"], row["hd95_mm/=organ"]) for row in found} == {("0.25", "-0.5", "")}
+    assert {(row["dice/=organ"], row["iou/=organ"], row["hd95_mm/=organ"]) for row in found} == {(0.25, -0.5, None)}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import csv
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from promises import promise
 
 from unet3d.report.scores import case_table
+from unet3d.run.record import read_scores
 from unet3d.training.metrics import (
     CaseScore,
     Labels,
@@ -58,7 +60,7 @@ def test_known_values() -> None:
 
 
 @promise("Data", "a case, a part ...")
-def test_a_score_of_0_that_no_class_in_the_truth_explains_has_a_note() -> None:
+def test_a_score_of_0_that_no_class_in_the_truth_explains_has_a_note(tmp_path: Path) -> None:
     scores = [
         score_case("empty", volume(0, 1, 2), volume(0, 0, 0), 3, MM),
         score_case("left alone", volume(0, 1, 2), volume(0, 1, 0), 3, MM),
@@ -67,7 +69,8 @@ def test_a_score_of_0_that_no_class_in_the_truth_explains_has_a_note() -> None:
     ]
     own = csv_text(scores, NAMES)
     for text in (own, both_csv_text(scores, NAMES, own)):
-        rows = list(csv.DictReader(text.splitlines()))
+        (tmp_path / "scores.csv").write_text(text)
+        rows = read_scores(tmp_path)
         notes = {row["case"]: row["note"] for row in rows}
         assert notes == {
             "empty": "no foreground in the truth",

@@ -2,7 +2,8 @@
 
 import os
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unet3d.base.errors import UserError
 
@@ -36,6 +37,12 @@ class Table(NamedTuple):
 
     columns: list[str]
     rows: list[list[str]]
+
+
+def tabulated(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return all columns of these rows, and the rows as lists; None where a row has no such column."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[row.get(name) for name in columns] for row in rows]
 
 
 def mib(size: float) -> str:

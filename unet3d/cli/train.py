@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from unet3d.base import process, ranks
 from unet3d.base.errors import UserError, escaped, is_disk_full, make_room, warn
+from unet3d.base.files import read_csv
 from unet3d.base.signals import Stop
 from unet3d.cli import commands, lifecycle, sweep
 from unet3d.config import compose
@@ -198,7 +199,7 @@ class TrainedRun:
     @property
     def scores(self) -> list[dict[str, str]]:
         """scores.csv: one row per held-out case, such as {"case": "a", "dice/organ": "0.93", ...}."""
-        return self._files().scores
+        return read_csv(self.folder / "scores.csv")
 
     @property
     def dice(self) -> float | None:

@@ -1,6 +1,6 @@
 """Runs side by side: a table, compare.csv, figures and a page."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -9,22 +9,10 @@ from typing import Any
 from unet3d.base.errors import escaped
 from unet3d.base.files import write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
-from unet3d.base.types import Table, mib
+from unet3d.base.types import Table, mib, tabulated
 from unet3d.config.schema import Config, options_with
 from unet3d.report import compared_runs
-from unet3d.report.compared_runs import (
-    MEAN,
-    NO_SCORE,
-    ComparedRun,
-    ending,
-    label,
-    method_columns,
-    methods,
-    not_comparable,
-    read_runs,
-    short,
-    sides,
-)
+from unet3d.report.compared_runs import NO_SCORE, ComparedRun, label, method_columns, methods, short
 from unet3d.report.comparison_plots import basis, comparison_plot, curves_plot, dice_title, folds_plot
 from unet3d.report.loggers import Loggers, wandb_loggers
 from unet3d.report.plots import remove_picture
@@ -38,7 +26,7 @@ FOLDS_NOTE = (
     "classes: mean of the classes' means; its pooled SD is that of the cases' means."
 )
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of tables for people: the heading of a number, its format
-    "status": ("status", ending),  # why a run failed is below the table
+    "status": ("status", compared_runs.ending),  # why a run failed is below the table
     "peak_predicted_bytes": ("peak, predicted (MiB)", mib),
     "peak_measured_bytes": ("peak, measured (MiB)", mib),
     "error_bytes": ("error (bytes)", "{:,}".format),
@@ -63,7 +51,7 @@ ABOUT = (
 
 def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
     """Print the runs, or the children of sweeps, side by side; with `out`, write the files there. Raises UserError."""
-    rows = read_runs(compared_runs.find_runs(paths))
+    rows = compared_runs.read_runs(compared_runs.find_runs(paths))
     print_comparison(rows)
     if out is not None:
         print(escaped(write_comparison(rows, out)))
@@ -71,7 +59,7 @@ def compare_runs(paths: Sequence[Path], out: Path | None) -> None:
 
 def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     """Compare a sweep's jobs (run folder: config): on the terminal, in its folder, in wandb under the first config."""
-    rows = read_runs([job.resolve() for job in jobs])
+    rows = compared_runs.read_runs([job.resolve() for job in jobs])
     print_comparison(rows)
     path = write_comparison(rows, folder)
     config = next(iter(jobs.values()))
@@ -90,14 +78,15 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     print(f"compared: {escaped(path)}")
 
 
-def comparison_table(rows: Sequence[ComparedRun], fields: Sequence[str] | None = None, labelled: bool = False) -> Table:
+def comparison_table(rows: Sequence[ComparedRun], left_out: Collection[str] = (), labelled: bool = False) -> Table:
     """Return the settings that differ and the results, in units for people; "" if a run has no such number.
 
-    `fields` are the numbers to show; None: all that any run has. `labelled`: with all settings in the first cell, which
-    is wrapped, so that no numbers of a page are cut off.
+    Numbers that no run has have no column, nor have those that are `left_out`. `labelled`: with all settings in the
+    first cell, which is wrapped, so that no numbers of a page are cut off.
     """
     keys = method_columns(rows)
-    headings = {field: heading for field, (heading, _) in COLUMNS.items() if field in (fields or _known(rows))}
+    known = {field for row in rows for field, value in row.numbers.items() if value is not None}
+    headings = {field: heading for field, (heading, _) in COLUMNS.items() if field in known and field not in left_out}
     if "dice_mean" in headings:
         headings["dice_mean"] = dice_title(row.numbers.get("dice_grid") for row in rows)
     cells = []
@@ -124,7 +113,7 @@ def folds_table(rows: Sequence[ComparedRun], keys: Sequence[str]) -> Table:
         count = len(row.folds)
         scored = sum(bool(run.scores) for run in row.folds)
         folds = str(count) if count == scored else f"{scored}/{count}"
-        every = of_classes.get(MEAN, NO_SCORE)
+        every = of_classes.get(compared_runs.MEAN, NO_SCORE)
         means = [of_classes.get(name, NO_SCORE) for name in names]
         spreads = [(every.pooled, every.pooled_sd), *((score.mean, score.sd) for score in means)]
         body.append([row.name, *settings, folds, str(len(row.scores)), *(spread("dice", *pair) for pair in spreads)])
@@ -132,13 +121,8 @@ def folds_table(rows: Sequence[ComparedRun], keys: Sequence[str]) -> Table:
     return Table(["run", *short(keys), "folds", "cases", "pooled", *classes], body)
 
 
-def _known(rows: Sequence[ComparedRun]) -> list[str]:
-    """Return the numbers that any run has."""
-    return [field for field in COLUMNS if any(row.numbers.get(field) is not None for row in rows)]
-
-
-def _telling(rows: Sequence[ComparedRun]) -> list[str]:
-    """Return the numbers for a terminal: without plans, and without what is the same for all runs."""
+def _not_telling(rows: Sequence[ComparedRun]) -> set[str]:
+    """Return the numbers that a terminal does without: plans, and what is the same for all runs."""
     values = {field: {row.numbers.get(field) for row in rows} for field in COLUMNS}
     left_out = {field for field in COLUMNS if field.startswith("plan_")}
     if values["status"] == {"done"}:
@@ -147,30 +131,25 @@ def _telling(rows: Sequence[ComparedRun]) -> list[str]:
         left_out |= {"error_bytes", "peak_predicted_bytes"}
     if len(rows) > 1 and len(values["parameters"]) == 1:
         left_out.add("parameters")
-    return [field for field in _known(rows) if field not in left_out]
+    return left_out
 
 
 def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any]]]:
     """Return the comparison for programs: headings with their units, and plain values; None for a missing number."""
     keys = compared_runs.setting_columns(rows)
-    names = list(dict.fromkeys(name for row in rows for name in row.numbers))  # of a cross-validation more
-    cells = []
-    for row in rows:
-        settings = [row.settings.get(key) for key in keys]
-        cells.append([row.name, *settings, *(row.numbers.get(name) for name in names)])
-    return ["run", *keys, *names], cells
+    return tabulated([{"run": row.name, **{key: row.settings.get(key) for key in keys}, **row.numbers} for row in rows])
 
 
 def print_comparison(runs: Sequence[ComparedRun]) -> None:
     """Print the table, then a line for each run that failed and for each reason not to compare."""
     rows = methods(runs)
-    fields = _telling(rows)
-    titled = [(_title(runs), comparison_table(rows, fields))]
+    left_out = _not_telling(rows)
+    titled = [(_title(runs), comparison_table(rows, left_out))]
     by_folds = folds_table(rows, method_columns(rows))
     if by_folds.rows:
         titled.append((FOLDS_TITLE, by_folds))
-    lines = [*_failures(runs), *(f"not comparable: {line}" for line in not_comparable(runs))]
-    if "error_bytes" in _known(rows) and "error_bytes" not in fields:
+    lines = [*_failures(runs), *(f"not comparable: {line}" for line in compared_runs.not_comparable(runs))]
+    if "error_bytes" in left_out:
         lines.insert(0, "predicted minus measured: 0 bytes in each")
     print_tables(titled, lines)
 
@@ -229,7 +208,7 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
         folds_plot([(label(row, keys), compared_runs.scores(row, "dice")) for row in scored], folder / "folds.png")
     differences = []
     for key in compared_runs.differing(rows):
-        differences.append([key, sides(rows, [row.settings.get(key) for row in rows])])
+        differences.append([key, compared_runs.sides(rows, [row.settings.get(key) for row in rows])])
     page = render(
         "compare.html",
         title=_title(runs),
@@ -240,7 +219,7 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
         folds_title=FOLDS_TITLE,
         folds_note=FOLDS_NOTE,
         each_run=comparison_table(runs),
-        not_comparable=not_comparable(runs),
+        not_comparable=compared_runs.not_comparable(runs),
         figure=lambda name, about: read_picture(folder / name, about),
         differences=Table(["option", "values"], differences),
     )
@@ -254,6 +233,6 @@ def _draw_peaks(runs: Sequence[ComparedRun], keys: Sequence[str], path: Path) ->
     if len(drawn) < 2:
         drawn = [run for run in runs if basis(run.numbers) is not None]
     if drawn:
-        names = [line.partition(":")[0] for line in not_comparable(drawn)]
+        names = [line.partition(":")[0] for line in compared_runs.not_comparable(drawn)]
         remark = f"Not comparable: the runs differ in {', '.join(names)}" if names else ""
         comparison_plot({label(row, keys): row.numbers for row in methods(drawn)}, remark, path)

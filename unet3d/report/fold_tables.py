@@ -10,17 +10,15 @@ from itertools import product
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any
 
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import write_csv, write_text
-from unet3d.base.types import Table
+from unet3d.base.types import Table, tabulated
 from unet3d.report import compared_runs
 from unet3d.report.compared_runs import FOLD, ComparedRun, short
 from unet3d.report.report import render
 from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, ranked, shown, spread
-from unet3d.run.run_folder import as_number
-from unet3d.training.metrics import NOTE_KEY
 
 WORST = 5  # cases by name
 NOTE = (
@@ -29,10 +27,6 @@ NOTE = (
     "many cases have the score, where not all have."
 )
 TESTED = ("dice", "hd95_mm")  # IoU ranks the cases as Dice does
-TEST_HEADS = (
-    *("score", "class", "pairs", "that differ", "first", "second", "mean difference", "median difference"),
-    *("W+", "p", "effect"),
-)
 TEST_NOTE = (
     "Wilcoxon signed-rank test of second minus first, two-sided (scipy.stats.wilcoxon): pairs are out-of-fold cases "
     "that both methods have scored; pairs without a difference are left out of ranks. W+: the sum of ranks in favour "
@@ -130,64 +124,48 @@ def worst_table(method: ComparedRun) -> Table:
     return Table(["case", "fold", MEAN_OF_CLASSES, *names], rows)
 
 
-def numbers_table(methods: Sequence[ComparedRun]) -> tuple[list[str], list[list[object]]]:
+def numbers_table(methods: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     """Return the classes of all methods for programs, one row per method, class and score."""
-    head = ["method", "class", "score", "cases", "mean", "sd", "lowest", "lowest_case", "highest", "highest_case"]
-    rows: list[list[object]] = []
+    rows = []
     for method, metric in product(methods, METRICS):
         for name, score in compared_runs.scores(method, metric).items():
-            row = [method.name, name or MEAN_OF_CLASSES, metric, len(score.cases), score.pooled, score.pooled_sd]
-            for case in _extremes(score.cases):
-                row += [score.cases[case], case]
+            row = {"method": method.name, "class": name or MEAN_OF_CLASSES, "score": metric, "cases": len(score.cases)}
+            row |= {"mean": score.pooled, "sd": score.pooled_sd}
+            for word, case in zip(("lowest", "highest"), _extremes(score.cases), strict=True):
+                row |= {word: score.cases[case], f"{word}_case": case}
             rows.append(row)
-    return head, rows
+    return rows
 
 
-def cases_table(methods: Sequence[ComparedRun]) -> tuple[list[str], list[list[object]]]:
+def cases_table(methods: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     """Return the scores of all out-of-fold cases, one row per method and case, as their runs' scores.csv has them."""
-    all_cases = [case for method in methods for case in method.scores]
-    keys = dict.fromkeys(key for case in all_cases for key in case)
-    keys.pop("case", None)
-    rows: list[list[object]] = []
+    rows = []
     for method in methods:
         for run in method.folds:
-            for case in run.scores:
-                numbers = [case.get(key) if key == NOTE_KEY else as_number(case.get(key)) for key in keys]
-                rows.append([method.name, run.settings[FOLD], case.get("case"), *numbers])
-    return ["method", "fold", "case", *keys], rows
+            rows += [{"method": method.name, "fold": run.settings[FOLD], "case": None, **case} for case in run.scores]
+    return rows
 
 
-class PairedTest(NamedTuple):
-    """The difference of two methods in one score of one class, second minus first."""
+def paired_tests(first: ComparedRun, second: ComparedRun) -> list[dict[str, Any]]:
+    """Return a test of each score and class that both methods have, of cases that both have scored.
 
-    metric: str
-    name: str  # of the class; "" for the mean of classes
-    pairs: int
-    differing: int
-    first: float  # mean over the pairs
-    second: float
-    mean_difference: float
-    median_difference: float
-    rank_sum: float | None  # of positive differences; None where no pair differs
-    p: float | None
-    effect: float | None
-
-
-def paired_tests(first: ComparedRun, second: ComparedRun) -> list[PairedTest]:
-    """Return a test of each score and class that both methods have, of cases that both have scored."""
+    Its names are the columns of paired.csv; None: no pair differs.
+    """
     tests = []
     for metric in TESTED:
         of_second = compared_runs.scores(second, metric)
         for name, score in compared_runs.scores(first, metric).items():
-            if name in of_second and score.cases.keys() & of_second[name].cases.keys():
-                tests.append(_test(metric, name, score.cases, of_second[name].cases))
+            after = of_second.get(name, compared_runs.NO_SCORE).cases
+            cases = sorted(score.cases.keys() & after.keys())
+            if cases:
+                test = {"score": metric, "class": name or MEAN_OF_CLASSES}
+                tests.append(test | _test([score.cases[case] for case in cases], [after[case] for case in cases]))
     return tests
 
 
-def _test(metric: str, name: str, first: Mapping[str, float], second: Mapping[str, float]) -> PairedTest:
-    """Return the test of scores by case, of which some are common."""
-    cases = sorted(first.keys() & second.keys())
-    differences = [second[case] - first[case] for case in cases]
+def _test(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """Return the numbers of a test between scores of the same cases."""
+    differences = [after - before for before, after in zip(first, second, strict=True)]
     differing = [difference for difference in differences if difference]
     rank_sum = p = effect = None
     if differing:
@@ -197,29 +175,37 @@ def _test(metric: str, name: str, first: Mapping[str, float], second: Mapping[st
         p = float(wilcoxon(differing).pvalue)
         p = p if isfinite(p) else None
         effect = 4 * rank_sum / (len(differing) * (len(differing) + 1)) - 1
-    means = (fmean(first[case] for case in cases), fmean(second[case] for case in cases), fmean(differences))
-    counts = (len(cases), len(differing))
-    return PairedTest(metric, name, *counts, *means, median(differences), rank_sum, p, effect)
+    return {
+        "pairs": len(differences),
+        "that differ": len(differing),
+        "first": fmean(first),
+        "second": fmean(second),
+        "mean difference": fmean(differences),
+        "median difference": median(differences),
+        "W+": rank_sum,
+        "p": p,
+        "effect": effect,
+    }
 
 
-def paired_table(tests: Sequence[PairedTest]) -> Table:
+def paired_table(tests: Sequence[Mapping[str, Any]]) -> Table:
     """Return the tests as text."""
-    rows = []
-    for test in tests:
-        values = (test.first, test.second, test.mean_difference, test.median_difference)
-        row = [METRICS[test.metric][0], test.name or MEAN_OF_CLASSES, str(test.pairs), str(test.differing)]
-        row += [shown(test.metric, value) for value in values]
-        for number, form in ((test.rank_sum, "g"), (test.p, ".2g"), (test.effect, ".2f")):
-            row.append("" if number is None else format(number, form))
-        rows.append(row)
-    return Table(list(TEST_HEADS), rows)
+    forms = {"W+": "g", "p": ".2g", "effect": ".2f"}
+    columns, cells = tabulated(tests)
+    for test, row in zip(tests, cells, strict=True):
+        for place, (column, value) in enumerate(test.items()):
+            if isinstance(value, float):
+                row[place] = format(value, forms[column]) if column in forms else shown(test["score"], value)
+        row[0] = METRICS[test["score"]][0]
+    return Table(columns, [["" if cell is None else str(cell) for cell in row] for row in cells])
 
 
-def titled_tests(methods: Sequence[ComparedRun]) -> list[tuple[str, list[PairedTest]]]:
-    """Return the tests of each other method against the first, with their titles."""
+def titled_tests(methods: Sequence[ComparedRun]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Return the tests of each other method that shares cases with the first against it, with their titles."""
     first, *others = methods
     title = "Paired test: {} (second) against {} (first)"
-    return [(title.format(second.name, first.name), paired_tests(first, second)) for second in others]
+    titled = [(title.format(second.name, first.name), paired_tests(first, second)) for second in others]
+    return [(title, tests) for title, tests in titled if tests]
 
 
 def titled_tables(methods: Sequence[ComparedRun]) -> list[tuple[str, Table]]:
@@ -240,13 +226,11 @@ def write_tables(methods: Sequence[ComparedRun], titled: Titled, lines: Sequence
     notes = [NOTE, *([TEST_NOTE] if len(methods) > 1 else []), *lines]
     for ending in ("md", "tex"):
         write_text(out / f"cross_validation.{ending}", typeset(titled, notes, ending))
-    write_csv(out / "cross_validation.csv", *numbers_table(methods))
-    write_csv(out / "cases.csv", *cases_table(methods))
+    write_csv(out / "cross_validation.csv", *tabulated(numbers_table(methods)))
+    write_csv(out / "cases.csv", *tabulated(cases_table(methods)))
     if len(methods) > 1:
-        rows = []
-        for title, of_pair in titled_tests(methods):
-            rows += [[title, test.metric, test.name or MEAN_OF_CLASSES, *test[2:]] for test in of_pair]
-        write_csv(out / "paired.csv", ["comparison", *TEST_HEADS], rows)
+        tests = [{"comparison": title, **test} for title, of_pair in titled_tests(methods) for test in of_pair]
+        write_csv(out / "paired.csv", *tabulated(tests))
     return out / "cross_validation.md"
 
 

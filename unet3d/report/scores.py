@@ -1,11 +1,11 @@
 """Scores of a run: the best, the median and the worst case, and tables by case and by class with their titles."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 from unet3d.base.types import Table
-from unet3d.run.record import RunRecord
-from unet3d.run.run_folder import as_number, finite
+from unet3d.run.record import RunRecord, numbers_of
 from unet3d.training.metrics import NETWORK, NOTE_KEY, mean_of
 
 METRICS = {  # heading, digits
@@ -19,7 +19,7 @@ MOST_CELLS = 20_000
 SCORES_TITLE = "Scores on the held-out cases"
 OWN_GRIDS = "on the files' own grids"
 MEAN_OF_CLASSES = "mean of classes"
-CaseRow = Mapping[str, str]  # of scores.csv
+CaseRow = Mapping[str, Any]  # of `RunRecord.scores`
 
 
 class CaseDice(NamedTuple):
@@ -49,13 +49,9 @@ class Score(NamedTuple):
 
 def by_class(row: CaseRow, metric: str) -> dict[str, float]:
     """Return a case's scores by class, without the classes that it has not."""
-    scores = {}
-    for key, cell in row.items():
-        kind, slash, name = str(key).partition("/")
-        value = finite(cell) if slash and kind == metric else None
-        if value is not None:
-            scores[name] = value
-    return scores
+    start = f"{metric}/"
+    known = {key: cell for key, cell in row.items() if key.startswith(start) and cell is not None}
+    return {key.removeprefix(start): cell for key, cell in known.items()}
 
 
 def ranked(rows: Iterable[CaseRow]) -> list[CaseDice]:
@@ -85,14 +81,8 @@ def chosen(rows: Iterable[CaseRow]) -> dict[str, CaseDice]:
 
 def dice_by_class(rows: Sequence[CaseRow]) -> dict[str, list[float]]:
     """Return the Dice of all cases that have one, by class."""
-    dice = [by_class(row, "dice") for row in rows]
-    names = [key.removeprefix("dice/") for key in _keys(rows, "dice")]
-    return {name: [case[name] for case in dice if name in case] for name in names}
-
-
-def _keys(rows: Sequence[CaseRow], metric: str) -> list[str]:
-    """Return the columns `metric/class` of scores.csv."""
-    return [str(key) for key in (rows[0] if rows else ()) if str(key).startswith(f"{metric}/")]
+    keys = [key for key in (rows[0] if rows else ()) if key.startswith("dice/")]
+    return {key.removeprefix("dice/"): numbers_of(rows, key) for key in keys}
 
 
 def case_table(rows: Sequence[CaseRow]) -> Table:
@@ -100,13 +90,14 @@ def case_table(rows: Sequence[CaseRow]) -> Table:
 
     Of many cases these are the worst.
     """
-    keys = [(metric, key) for metric in METRICS for key in _keys(rows, metric)][:MOST_COLUMNS]
-    heads = [f"{METRICS[metric][0]} {key.partition('/')[2]}" for metric, key in keys]
+    columns = [key.partition("/") for key in (rows[0] if rows else ())]
+    keys = [key for metric in METRICS for key in columns if key[0] == metric][:MOST_COLUMNS]
     rows_of = {row.get("case", ""): row for row in rows}
     cells = []
     for case in ranked(rows)[: MOST_CELLS // max(1, len(keys))]:
-        scores = [shown(metric, as_number(rows_of[case.name].get(key))) for metric, key in keys]
+        scores = [shown(key[0], rows_of[case.name].get("".join(key))) for key in keys]
         cells.append([case.title, shown("dice", case.mean), *scores])
+    heads = [f"{METRICS[metric][0]} {name}" for metric, _, name in keys]
     return Table(["case", "Dice, mean of classes", *heads], cells)
 
 
@@ -164,13 +155,10 @@ def _means(rows: Sequence[Mapping[str, Any]], prefix: str = "", counts_cases: bo
 
     In brackets stands how many cases have an HD95, unless all have one.
     """
-    scores: dict[str, list[float]] = {}
-    for key in map(str, rows[0]):
-        if key.startswith(prefix):
-            numbers = [finite(row.get(key)) for row in rows]
-            scores[key.removeprefix(prefix)] = [number for number in numbers if number is not None]
-    classes = [key.removeprefix("dice/") for key in scores if key.startswith("dice/")]
-    metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in scores)]
+    keys = [key.removeprefix(prefix) for key in rows[0] if key.startswith(prefix)]
+    scores = {key: [number for number in numbers_of(rows, prefix + key) if isfinite(number)] for key in keys}
+    classes = [key.removeprefix("dice/") for key in keys if key.startswith("dice/")]
+    metrics = [metric for metric in METRICS if any(key.startswith(f"{metric}/") for key in keys)]
     means = []
     table = []
     for name in classes:

@@ -10,6 +10,7 @@ from typing import Any
 
 from unet3d.base.errors import UserError
 from unet3d.base.files import LARGEST_YAML, read_csv, read_text, read_yaml, refuse_links_out
+from unet3d.base.types import tabulated
 from unet3d.config import compose, rules
 from unet3d.run import run_folder
 from unet3d.run.run_folder import KINDS, Values, as_number, finite, fits
@@ -33,7 +34,7 @@ class RunRecord:
     overrides: list[str] | None  # the command line; None if it is not known
     environment: Mapping[str, str]
     records: list[Values]
-    scores: list[dict[str, str]]
+    scores: list[dict[str, Any]]  # rows of scores.csv: numbers of columns `metric/class`, else text; None for no number
     split: Mapping[str, list[str]]  # names of the cases by what they are for
     memory: Values
     data: Values = field(default_factory=dict)  # of the data set: classes, channels, intensity rules, ignored label
@@ -82,7 +83,7 @@ class RunRecord:
         if not self.has_own_grids:
             return as_number(self.last_validation.get("val/dice_mean"))
         keys = [key for key in self.scores[0] if key.startswith("dice/")]
-        return mean_of(mean_of(as_number(row.get(key)) for row in self.scores) for key in keys)
+        return mean_of(mean_of(row.get(key) for row in self.scores) for key in keys)
 
     @property
     def spacing(self) -> str:
@@ -117,7 +118,7 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
         overrides=[str(word) for word in words] if isinstance(words, list) else None,
         environment={key: str(value) for key, value in versions.items() if value is not None},
         records=run_folder.read_records(path / "metrics.jsonl"),
-        scores=[_scores(row) for row in read_csv(path / "scores.csv")],
+        scores=read_scores(path),
         split={
             name: [str(case) for case in parts[name]]
             for name in islice(parts, MOST_PARTS)
@@ -129,12 +130,12 @@ def read_run(path: Path, memory: Values | None = None) -> RunRecord:
     )
 
 
-def _scores(row: dict[str, str]) -> dict[str, str]:
-    """Return a row of scores.csv in which each cell of a column `metric/class` is a finite number or empty."""
-    for key, cell in row.items():
-        if cell and "/" in key and finite(cell) is None:
-            row[key] = ""
-    return row
+def read_scores(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of scores.csv, in which each cell of a column `metric/class` is a finite number or None."""
+    rows = []
+    for row in read_csv(folder / "scores.csv"):
+        rows.append({key: finite(cell) if "/" in key else cell for key, cell in row.items()})
+    return rows
 
 
 def _yaml(path: Path) -> Any:
@@ -184,9 +185,5 @@ def headline(run: RunRecord) -> dict[str, Any]:
 
 
 def scores_as_numbers(run: RunRecord) -> tuple[list[str], list[list[Any]]]:
-    """Return scores.csv as columns and rows, with numbers as numbers; the first column names the case."""
-    columns = [name for name in run.scores[0] if name != NOTE_KEY] if run.scores else ["case"]
-    rows = []
-    for case in run.scores:
-        rows.append([case.get("case"), *(as_number(case.get(name)) for name in columns[1:])])
-    return columns, rows
+    """Return scores.csv as columns and rows without notes; the first column names the case."""
+    return tabulated([{key: cell for key, cell in case.items() if key != NOTE_KEY} for case in run.scores])

@@ -15,7 +15,7 @@ import numpy as np
 
 from unet3d.base import progress, ranks
 from unet3d.base.errors import OutOfMemory, Preempted, UserError, is_out_of_memory, not_saved, reason, warn
-from unet3d.base.files import read_csv, read_text, write_text
+from unet3d.base.files import read_text, write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, ProbabilityBlock
 from unet3d.config.schema import Config, Loss
@@ -31,6 +31,7 @@ from unet3d.report.loggers import Loggers
 from unet3d.report.plots import remove_picture
 from unet3d.report.scores import ROLES, chosen
 from unet3d.run.predict import Segmenter
+from unet3d.run.record import read_scores
 from unet3d.training import switches
 from unet3d.training.losses import VolumeLoss
 from unet3d.training.metrics import CaseScore, both_csv_text, score_case
@@ -233,7 +234,7 @@ class Validator:
     def _shown(self) -> dict[str, tuple[Case, str]]:
         """Return the cases to draw and their titles, chosen by the scores of the last validation."""
         cases = {case.id: case for case in self.data.val}
-        rows = [row for row in read_csv(self.folder / "scores.csv") if row.get("case") in cases]
+        rows = [row for row in read_scores(self.folder) if row.get("case") in cases]
         shown = {}
         for role, score in chosen(rows or [{"case": self.data.val[0].id}]).items():
             rank = f"the {role} of {len(cases)} held-out cases" if role else "held-out case"
