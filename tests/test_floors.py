@@ -27,7 +27,7 @@ LAYERS = (
 )
 LIBRARIES = {
     "hydra": {"config.compose", "config.words", "cli"},
-    "wandb": {"report.wandb_logger"},
+    "wandb": {"report.loggers"},
     "tensorboard": {"report.loggers"},
     "nibabel": {"data"},
     "nilearn": {"data.layouts.generated"},

@@ -29,7 +29,7 @@ from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.prediction import estimate
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
-from unet3d.report.wandb_logger import without_paths
+from unet3d.report.loggers import without_paths
 from unet3d.run import checkpoint, publish
 from unet3d.run.pretrained import PretrainedWeights, class_sources, heads, load_pretrained, with_init_names
 from unet3d.training import optim

@@ -19,7 +19,7 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.report import compare
 from unet3d.report.compared_runs import differing, find_runs, not_comparable, read_runs, setting_columns, short
-from unet3d.report.comparison_plots import comparison_plot, pareto
+from unet3d.report.plots import comparison_plot, pareto
 
 MIB = 2**20
 NASTY = "<script>alert('x')</script>&[bold]"

@@ -31,7 +31,7 @@ from unet3d.base.errors import UserError, reason
 from unet3d.base.types import Table
 from unet3d.config import rules
 from unet3d.config.schema import Config, Wandb
-from unet3d.report import loggers, wandb_logger
+from unet3d.report import loggers
 from unet3d.report.loggers import JsonLines, Loggers, TensorBoardLogger, TerminalLogger, open_loggers
 
 SOURCE = str(Path(loggers.__file__).parents[2])
@@ -359,7 +359,7 @@ def test_wandb_names_a_run_as_its_options_and_its_own_variables_say(
     job.mkdir(parents=True)
 
     def started(config: Config, folder: Path) -> list[Any]:
-        wandb_logger.WandbLogger(config, folder)
+        loggers.WandbLogger(config, folder)
         return [starts[-1][name] for name in names]
 
     assert started(Config(), tmp_path) == ["unet3d", None, tmp_path.name, None, None, None, None]
@@ -457,12 +457,12 @@ def test_the_search_for_secrets_finds_them_in_a_run_that_is_not_private(public: 
 
 
 @promise("Training", "wandb without network or ...")
-@without("unet3d.report.wandb_logger.QUIET", {"init_timeout": 90})
+@without("unet3d.report.loggers.QUIET", {"init_timeout": 90})
 def test_every_private_setting_is_known_to_this_wandb() -> None:
     import wandb
 
-    assert set(wandb_logger.PRIVATE) | set(wandb_logger.QUIET) <= set(wandb.Settings.model_fields)
-    assert wandb_logger.QUIET["init_timeout"] <= 20
+    assert set(loggers.PRIVATE) | set(loggers.QUIET) <= set(wandb.Settings.model_fields)
+    assert loggers.QUIET["init_timeout"] <= 20
 
 
 @pytest.fixture
@@ -483,16 +483,16 @@ def test_settings_that_an_older_wandb_lacks_are_omitted(tmp_path: Path, starts: 
     public = Config()
     public.wandb.private = False
     for config in (public, Config()):
-        wandb_logger.WandbLogger(config, tmp_path)
+        loggers.WandbLogger(config, tmp_path)
     assert [vars(options["settings"]) for options in starts] == [{}, {"console": "off"}]
 
 
 def test_only_a_private_run_keeps_wandb_from_reporting_errors(tmp_path: Path, starts: list[dict[str, Any]]) -> None:
     public = Config()
     public.wandb.private = False
-    wandb_logger.WandbLogger(public, tmp_path)
+    loggers.WandbLogger(public, tmp_path)
     assert "WANDB_ERROR_REPORTING" not in os.environ
-    wandb_logger.WandbLogger(Config(), tmp_path)
+    loggers.WandbLogger(Config(), tmp_path)
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"
 
 
@@ -503,7 +503,7 @@ def test_only_a_resumed_run_that_was_and_is_online_continues_its_wandb_run(
     monkeypatch.delenv("WANDB_MODE", raising=False)
 
     def started(mode: str, resume: str | None) -> tuple[str | None, str | None]:
-        wandb_logger.WandbLogger(Config(resume=resume, wandb=Wandb(mode=mode)), tmp_path)
+        loggers.WandbLogger(Config(resume=resume, wandb=Wandb(mode=mode)), tmp_path)
         return starts[-1]["id"], starts[-1]["resume"]
 
     assert started("online", "run") == (None, None)
@@ -526,7 +526,7 @@ def test_without_a_key_an_online_run_goes_on_offline_with_one_line(public: tuple
 @pytest.mark.slow
 def test_without_network_an_online_run_goes_on_offline_with_one_line_and_an_id_of_its_own(tmp_path: Path) -> None:
     code = (
-        "import os, unet3d.report.wandb_logger; unet3d.report.wandb_logger.QUIET['init_timeout'] = 1\n"
+        "import os, unet3d.report.loggers; unet3d.report.loggers.QUIET['init_timeout'] = 1\n"
         "os.environ |= {'WANDB_MODE': 'online', 'WANDB_API_KEY': 'a' * 40, 'WANDB_BASE_URL': 'http://127.0.0.1:9'}\n"
         "pathlib.Path('run/wandb/run-20200101_101010-abcd1234').mkdir(parents=True)\n"
     )

@@ -11,8 +11,7 @@ from legibility import Drawn, assert_written, drawing
 from matplotlib.colors import to_hex
 
 from unet3d.report import plots
-from unet3d.report.comparison_plots import curves_plot
-from unet3d.report.plots import colours
+from unet3d.report.plots import colours, curves_plot
 
 NAMES = ("background", "left", "right")
 HEAVY = {"torch", "monai", "matplotlib", "wandb"}

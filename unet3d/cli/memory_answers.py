@@ -35,7 +35,7 @@ from unet3d.memory.prediction import MemoryEstimate, estimate, left_out, recompu
 from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import Program
 from unet3d.report import explained, memory_plots
-from unet3d.report.comparison_plots import comparison_plot
+from unet3d.report.plots import comparison_plot
 from unet3d.run.pretrained import with_init_names
 
 ABOVE = 1  # the exit code where the peak is more than the limit

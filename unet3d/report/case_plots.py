@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLANES = ("sagittal", "coronal", "axial")  # across the axes X, Y, Z
+AXES = ((1, 2), (0, 2), (0, 1))  # that a plane shows to the right and upwards
 DIRECTIONS = "RAS"  # where the axes of a canonical volume point: right, anterior, superior
 FALSE_NEGATIVE = "false negative"
 FALSE_POSITIVE = "false positive"
@@ -53,20 +54,21 @@ def segmentation(
     size in mm; `class_names` begins with background. `labels_of` has the labels of each class but this; None: its
     number. Unlabelled voxels are dark.
     """
-    if labels_of is None:
-        labels_of = [(number,) for number in range(1, len(class_names))]
+    labels_of = labels_of or [(number,) for number in range(1, len(class_names))]
     if where is None:
-        where = _middle(layers, labels_of)
+        found = [np.isin(layers[name], np.concatenate(labels_of)) for name in ("truth", "prediction")]
+        where = centre(found[0] if found[0].any() else found[1])
     heads = ["image", *(["learned"] if "learned" in layers else []), OUTLINES, "errors"]
-    heights = _heights(image, spacing)
+    sizes = np.multiply(image.shape, spacing)  # mm
+    scale = MAP_WIDTH / max(sizes[:2])
+    heights = [min(max(scale * sizes[up], LEAST_HEIGHT), MOST_HEIGHT) for _, up in AXES]
     handles = _legend(layers, class_names)
     lines = wrap(title, TITLE_LETTERS)
     below = 0.22 * (ceil(len(handles) / len(heads)) + len(lines))
     figure = blank((MAP_WIDTH + 0.1) * len(heads) + 0.9, sum(heights) + below + 0.6)
     grid = figure.subplots(len(PLANES), len(heads), height_ratios=heights)
     darkest, brightest = np.percentile(image, (0.5, 99.5))
-    for axis, row in enumerate(grid):
-        right, up = _axes_of(axis)
+    for axis, (row, (right, up)) in enumerate(zip(grid, AXES, strict=True)):
         plane = np.take(image, where[axis], axis).T
         maps = {name: np.take(layer, where[axis], axis).T for name, layer in layers.items()}
         extent = (0, plane.shape[1] * spacing[right], 0, plane.shape[0] * spacing[up])
@@ -85,25 +87,6 @@ def segmentation(
     figure.suptitle("\n".join(map(plain, lines)), fontsize=11)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(heads), frameon=False, fontsize=9)
     save_picture(figure, path, zlib.Z_RLE)  # noise is packed in half the time, and no worse
-
-
-def _middle(layers: Mapping[str, Array], labels_of: Sequence[Sequence[int]]) -> list[int]:
-    """Return the middle voxel of the truth, or of the prediction where the truth is empty."""
-    last = max(map(max, labels_of))
-    truth, prediction = ((layers[name] > 0) & (layers[name] <= last) for name in ("truth", "prediction"))
-    return centre(truth if truth.any() else prediction)
-
-
-def _heights(image: Array, spacing: Sequence[float]) -> list[float]:
-    """Return the height in inches of a map of each plane, in proportion to the volume where that is legible."""
-    width, depth, height = (count * mm for count, mm in zip(image.shape, spacing, strict=True))
-    scale = MAP_WIDTH / max(width, depth)
-    return [min(max(scale * size, LEAST_HEIGHT), MOST_HEIGHT) for size in (height, height, depth)]
-
-
-def _axes_of(plane: int) -> list[int]:
-    """Return the axes that a plane shows to the right and upwards."""
-    return [axis for axis in range(3) if axis != plane]
 
 
 def _legend(layers: Mapping[str, Array], class_names: Sequence[str]) -> list[Any]:
@@ -166,7 +149,7 @@ def _name_plane(axes: "Axes", axis: int, index: int) -> None:
     axes.set_ylabel(f"{PLANES[axis]}\n{'xyz'[axis]} = {index}", rotation=0, ha="right", va="center")
     shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}  # legible on any grey
     text: dict[str, Any] = {"color": "white", "fontsize": 9, "ha": "center", "va": "center", "bbox": shade}
-    right, up = _axes_of(axis)
+    right, up = AXES[axis]
     for letter, edge, inwards in ((DIRECTIONS[right], (1, 0.5), (-10, 0)), (DIRECTIONS[up], (0.5, 1), (0, -10))):
         axes.annotate(letter, edge, inwards, "axes fraction", "offset points", **text)
 
@@ -179,9 +162,8 @@ def centre(mask: NDArray[np.bool_]) -> list[int]:
     if not mask.any():
         return [length // 2 for length in mask.shape]
     middle = []
-    for axis in range(3):
-        right, up = _axes_of(axis)
-        counts = mask.sum(axis=(right, up)).cumsum()
+    for axes in AXES:
+        counts = mask.sum(axis=axes).cumsum()
         middle.append(int(np.searchsorted(counts, counts[-1] / 2)))
     return middle
 

@@ -1,7 +1,6 @@
 """Runs side by side: a table, compare.csv, figures and a page."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -13,9 +12,8 @@ from unet3d.base.types import Table, mib, tabulated
 from unet3d.config.schema import Config, options_with
 from unet3d.report import compared_runs
 from unet3d.report.compared_runs import NO_SCORE, ComparedRun, label, method_columns, methods, short
-from unet3d.report.comparison_plots import basis, comparison_plot, curves_plot, dice_title, folds_plot
 from unet3d.report.loggers import Loggers, wandb_loggers
-from unet3d.report.plots import remove_picture
+from unet3d.report.plots import basis, comparison_plot, curves_plot, dice_title, folds_plot, remove_picture
 from unet3d.report.report import read_picture, render
 from unet3d.report.scores import MEAN_OF_CLASSES, MOST_COLUMNS, spread
 
@@ -63,15 +61,10 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     print_comparison(rows)
     path = write_comparison(rows, folder)
     config = next(iter(jobs.values()))
-    rows = methods(rows)
-    if config.wandb.private:  # the last part of a path is no path any more, but often a patient's name
-        hidden = options_with("private")
-        rows = [
-            replace(row, settings={key: value for key, value in row.settings.items() if key not in hidden})
-            for row in rows
-        ]
+    # the last part of a path is no path any more, but often a patient's name
+    hidden = options_with("private") if config.wandb.private else ()
     loggers = Loggers(wandb_loggers(config, folder))
-    loggers.table("compare", *numbers_table(rows))
+    loggers.table("compare", *numbers_table(methods(rows), hidden))
     loggers.close(0)
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
@@ -134,9 +127,12 @@ def _not_telling(rows: Sequence[ComparedRun]) -> set[str]:
     return left_out
 
 
-def numbers_table(rows: Sequence[ComparedRun]) -> tuple[list[str], list[list[Any]]]:
-    """Return the comparison for programs: headings with their units, and plain values; None for a missing number."""
-    keys = compared_runs.setting_columns(rows)
+def numbers_table(rows: Sequence[ComparedRun], hidden: Collection[str] = ()) -> tuple[list[str], list[list[Any]]]:
+    """Return the comparison for programs: headings with their units, and plain values; None for a missing number.
+
+    The settings that are `hidden` have no column.
+    """
+    keys = [key for key in compared_runs.setting_columns(rows) if key not in hidden]
     return tabulated([{"run": row.name, **{key: row.settings.get(key) for key in keys}, **row.numbers} for row in rows])
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import FACTS, options_with
-from unet3d.report.comparison_plots import OVERLAID, basis
-from unet3d.report.plots import Curve, curve
+from unet3d.config.words import plain
+from unet3d.report.plots import OVERLAID, Curve, basis, curve
 from unet3d.report.report import compared_numbers
 from unet3d.report.scores import METRICS, Score, by_class
 from unet3d.run.record import RunRecord, numbers_of, read_run
@@ -26,6 +26,7 @@ RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run 
 FOLD = "data.fold"
 MOST_NAMES = 6  # of runs with one value: of more, their number
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
+DATA_PATHS = {"data.root", "data.split", "data.groups"}
 MEAN = ""  # among the classes: the mean of all
 NO_SCORE = Score((), {}, None, None, None, None)
 
@@ -109,24 +110,12 @@ def _settings(run: RunRecord) -> dict[str, str]:
     for word in run.overrides or []:
         key, _, value = word.lstrip("+").partition("=")
         if key in groups or not run.settings:
-            settings[key] = _as_text(key, value)
-    for key, value in compose.flat(run.settings).items():
-        settings[key] = _as_text(key, value)
+            settings[key] = value
+    settings |= {key: plain(value) for key, value in compose.flat(run.settings).items()}
+    for key in DATA_PATHS & settings.keys():
+        settings[key] = Path(settings[key]).name  # the same data may be in another folder
     settings.pop("resume", None)
     return settings
-
-
-def _as_text(key: str, value: Any) -> str:
-    """Return a value as a command line has it; of a path to data, the last part."""
-    if key in ("data.root", "data.split", "data.groups") and value:
-        return Path(value).name  # the same data may be in another folder
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(_as_text('', item) for item in value)}]"
-    return str(value)
 
 
 def _numbers(run: RunRecord) -> dict[str, Any]:
@@ -265,8 +254,11 @@ def sides(rows: Sequence[ComparedRun], values: Sequence[Any]) -> str:
 
 def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Return one row per method, in order: runs that differ in their fold alone are one; others stay as they are."""
+    groups: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
+    for run in runs:
+        groups.setdefault(_method(run, runs), []).append(run)
     rows: dict[str, ComparedRun] = {run.name: run for run in runs}
-    for same in _groups(runs):
+    for same in groups.values():
         if _are_folds(same):
             first, *others = same
             rows[first.name] = _merged(same)
@@ -277,21 +269,12 @@ def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 def repeats(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """Return the first runs of one method that hold out the same fold; [] without any."""
-    for group in _groups(runs):
-        for run in group:
-            fold = run.settings.get(FOLD, "")
-            same = [other for other in group if other.settings.get(FOLD) == fold]
-            if len(same) > 1 and fold.isdecimal():
-                return same
-    return []
-
-
-def _groups(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """Return the runs of each method, in order."""
-    groups: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
+    folds: dict[Any, list[ComparedRun]] = {}
     for run in runs:
-        groups.setdefault(_method(run, runs), []).append(run)
-    return list(groups.values())
+        fold = run.settings.get(FOLD, "")
+        if fold.isdecimal():
+            folds.setdefault((_method(run, runs), fold), []).append(run)
+    return next((same for same in folds.values() if len(same) > 1), [])
 
 
 def _are_folds(runs: Sequence[ComparedRun]) -> bool:
@@ -401,8 +384,9 @@ def scores(row: ComparedRun, metric: str) -> dict[str, Score]:
 
 
 def _score(folds: Sequence[float | None], cases: Mapping[str, float]) -> Score:
-    numbers: list[float | None] = []
+    statistics: list[float | None] = []
     for values in (folds, cases.values()):
         known = [value for value in values if value is not None]
-        numbers += [mean_of(known), stdev(known) if len(known) > 1 else None]
-    return Score(tuple(folds), cases, *numbers)
+        statistics += [mean_of(known), stdev(known) if len(known) > 1 else None]
+    ordered = sorted(cases.items(), key=lambda case: (case[1], case[0]))
+    return Score(tuple(folds), dict(ordered), *statistics)

@@ -102,15 +102,9 @@ def class_table(method: ComparedRun) -> Table:
             score = by_metric[metric].get(name, compared_runs.NO_SCORE)
             cases = f" ({len(score.cases)})" if 0 < len(score.cases) != len(of_cases) else ""
             row.append(spread(metric, score.pooled, score.pooled_sd) + cases)
-        worst, _ = _extremes(of_cases)
+        worst = next(iter(of_cases))
         rows.append([*row, f"{worst} ({shown('dice', of_cases[worst])})"])
     return Table(["class", "cases", *(METRICS[metric][0] for metric in metrics), "worst Dice"], rows)
-
-
-def _extremes(of_cases: Mapping[str, float]) -> tuple[str, str]:
-    """Return the cases with the lowest and the highest score; of equals the first and the last by name."""
-    ordered = sorted(of_cases, key=lambda case: (of_cases[case], case))
-    return ordered[0], ordered[-1]
 
 
 def worst_table(method: ComparedRun) -> Table:
@@ -131,7 +125,8 @@ def numbers_table(methods: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         for name, score in compared_runs.scores(method, metric).items():
             row = {"method": method.name, "class": name or MEAN_OF_CLASSES, "score": metric, "cases": len(score.cases)}
             row |= {"mean": score.pooled, "sd": score.pooled_sd}
-            for word, case in zip(("lowest", "highest"), _extremes(score.cases), strict=True):
+            cases = list(score.cases)
+            for word, case in (("lowest", cases[0]), ("highest", cases[-1])):
                 row |= {word: score.cases[case], f"{word}_case": case}
             rows.append(row)
     return rows

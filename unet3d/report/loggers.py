@@ -1,25 +1,53 @@
 """Loggers of a run's numbers: metrics.jsonl, the terminal, TensorBoard, and others that the config asks for."""
 
+import dataclasses
 import json
+import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
+from unet3d.base import process
 from unet3d.base.errors import escaped, is_disk_full, reason, warn
 from unet3d.base.progress import Counter, duration
 from unet3d.config import compose
-from unet3d.config.schema import Config
-from unet3d.report.wandb_logger import WandbLogger, wandb_mode
+from unet3d.config.schema import FACTS, Config, Wandb, options_with
 from unet3d.run.run_folder import last_step, read_records
 
 Scalar = float | int | str | None
+STEP = "trainer/step"
+DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
+NOT_FINITE = ("nan", "inf", "-inf")
+SWEEP_FILE = "multirun.yaml"  # Hydra writes it into the folder of a sweep
+QUIET: dict[str, Any] = {  # wandb.Settings of every run
+    "silent": True,
+    "quiet": True,
+    "symlink": False,
+    "finish_timeout_raises": True,
+    "init_timeout": 20,  # seconds; a scheduler that ends a job gives it two minutes
+    "finish_timeout": 60,  # seconds
+    "x_transaction_log_flush_interval": 1.0,  # seconds; what was logged later is not in the file of a killed run
+}
+PRIVATE = {  # wandb.Settings of a private run
+    "host": "",  # None would be replaced by the machine's name
+    "console": "off",
+    "save_code": False,
+    "x_save_requirements": False,
+    "disable_git": True,
+    "disable_code": True,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_disable_stats": True,
+}
 PLAIN_LINES = 20  # of a run on the terminal, about
 FAILURES = (Exception, SystemExit)  # of a logger; they end no run, nor does the exit code of a logger that exits
 
@@ -31,9 +59,6 @@ class Logger(Protocol):
     """
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None: ...
-
-
-Make = Callable[[Config, Path], Logger]
 
 
 class Loggers:
@@ -104,7 +129,7 @@ def wandb_loggers(config: Config, folder: Path) -> list[Logger]:
     return [] if wandb_mode(config) == "disabled" else _started("wandb", WandbLogger, config, folder)
 
 
-def _started(name: str, make: Make, config: Config, folder: Path) -> list[Logger]:
+def _started(name: str, make: Callable[[Config, Path], Logger], config: Config, folder: Path) -> list[Logger]:
     """Return a logger; [] with one line on stderr if it does not start, or would get no number."""
     try:
         logger = make(config, folder)
@@ -176,7 +201,7 @@ class TerminalLogger:
         self.grid = f"  ({grid})" if grid else ""
         self.every = max(1, steps // PLAIN_LINES)
         self.started = time.perf_counter()
-        self.first: int | None = None  # step of this process, which may have resumed
+        self.first = 0  # step of this process, which may have resumed
         self.seconds: list[float] = []  # of each step since the last plain line
         self.validating = 0.0  # seconds so far
         self.dice: list[float] = []
@@ -189,14 +214,16 @@ class TerminalLogger:
             self._validation(values, step)
 
     def _training(self, values: Mapping[str, Scalar], step: int) -> None:
-        if self.first is None:
-            self.first = step
+        self.first = self.first or step
         self.seconds.append(float(values["time/step_s"] or 0))
         loss = f"loss {values['train/loss']:.4f}"
         best = f"  Dice {self.dice[-1]:.3f}, best {max(self.dice):.3f}" if self.dice else ""
         self.bar.reach(step, f"{loss}{best}")
         if (step % self.every == 0 or step == 1) and not self.bar.has_bar:
-            self._line(step, f"{loss}  {fmean(self.seconds):.2f} s/step{self.switches}{self._left(step)}")
+            mean = fmean(self.seconds)  # of the steps since the last line; of validations, of all so far
+            left = (self.steps - step) * (mean + self.validating / (step - self.first + 1))
+            remaining = f"  {duration(left)} left" if step < self.steps else ""
+            self._line(step, f"{loss}  {mean:.2f} s/step{self.switches}{remaining}")
             self.seconds.clear()
 
     def _validation(self, values: Mapping[str, Scalar], step: int) -> None:
@@ -210,13 +237,6 @@ class TerminalLogger:
                 shown = f"{value:.4f}" if isinstance(value, float) else "n/a"
                 scores.append(f"{key.removeprefix('val/')} {shown}")
         self._line(step, "  ".join(scores) + self.grid)
-
-    def _left(self, step: int) -> str:
-        """Return the time left, from the steps since the last line and all validations so far; "" after the last."""
-        assert self.first is not None
-        seconds_per_step = fmean(self.seconds) + self.validating / (step - self.first + 1)
-        left = self.steps - step
-        return f"  {duration(seconds_per_step * left)} left" if left else ""
 
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started
@@ -267,3 +287,179 @@ class TensorBoardLogger:
 
     def close(self, exit_code: int) -> None:
         self._writer.close()
+
+
+class WandbLogger:
+    """One wandb run under `folder`/wandb, offline unless `config.wandb.mode`, or WANDB_MODE instead, says online.
+
+    A run that cannot go online (no key, no network) records offline after at most 20 seconds. Private: nothing is
+    recorded about the machine, its user and their paths.
+
+    A resumed run that was online and is online again continues its wandb run. Any other resumed part has an id of its
+    own, since a file that is uploaded under an id replaces what is there; it begins with the records so far.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._private = config.wandb.private
+        self._folder = folder
+        self._allowed: Callable[[Mapping[str, Any]], dict[str, Any]] = without_paths if self._private else dict
+        self._wandb = _load(self._private)
+        logging.raiseExceptions = False  # wandb's log is on the run's disk: where that is full it would print traces
+        mode = wandb_mode(config)
+        earlier = _last_online_id(folder) if config.resume is not None and mode == "online" else None
+        try:
+            self._run = self._start(mode, config, earlier)
+        finally:
+            if self._private:
+                for logs in folder.glob("wandb/*/logs"):
+                    shutil.rmtree(logs, ignore_errors=True)  # wandb's own, full of paths
+        self._run.define_metric(STEP, summary="none")
+        self._run.define_metric("*", step_metric=STEP, summary="none")  # the summary holds what `summary` gets
+        if config.resume is not None and self._run.id != earlier:
+            for record in read_records(folder / "metrics.jsonl"):
+                # JSON's text of a number that is not finite is that number again
+                numbers = {key: float(text) if text in NOT_FINITE else text for key, text in record.items()}
+                self.scalars(numbers, int(numbers.pop("step")))
+
+    def _start(self, mode: str, config: Config, earlier: str | None) -> Any:
+        """Return the wandb run, which continues the `earlier` one; offline if online fails."""
+        wanted = QUIET | PRIVATE if self._private else QUIET
+        known = self._wandb.Settings.model_fields  # older versions of wandb have fewer
+        settings = self._wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
+        try:
+            self._wandb.setup(settings)  # before init, which else prints, or asks for a key
+            return self._wandb.init(
+                mode=mode,  # for wandb it wins over WANDB_MODE
+                dir=str(self._folder),
+                **identity(config.wandb, self._folder),
+                id=earlier,
+                resume="allow" if earlier else None,
+                config=self._allowed(dataclasses.asdict(config)),
+                settings=settings,
+            )
+        except self._wandb.Error as error:
+            if mode != "online":
+                raise
+            warn(f"wandb cannot go online ({reason(error)}); recording offline: upload later with wandb sync")
+            self._wandb.teardown()  # it keeps the id of the run that failed to start
+            return self._start("offline", config, None)
+
+    def scalars(self, values: Mapping[str, object], step: int) -> None:
+        # a step of our own: wandb drops values with a `step=` not above the last one, as after a resume
+        self._run.log({STEP: step, **self._allowed(values)})
+
+    def image(self, key: str, path: Path, step: int) -> None:
+        self._run.log({STEP: step, key: self._wandb.Image(str(path))})
+
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
+        cells = [[None if self._private and is_path(cell) else cell for cell in row] for row in rows]
+        table = self._wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
+        # bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder
+        table.bind_to_run(self._run, key, self._run.step)
+        self._run.log({key: table})
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        self._run.summary.update(self._allowed(values))
+
+    def checkpoint(self, path: Path) -> None:
+        """Record a checkpoint as an artifact, as the path of a copy in the run folder, also in a private run."""
+        artifact = self._wandb.Artifact(f"run-{self._run.id}-best", type="model")
+        place = os.environ.get(DATA_DIR)
+        os.environ[DATA_DIR] = place or str(self._folder / "wandb")  # else copies gather in the home folder
+        try:
+            artifact.add_file(str(path), name=path.name)
+            self._run.log_artifact(artifact)
+        finally:
+            if place is None:
+                os.environ.pop(DATA_DIR)
+            else:
+                os.environ[DATA_DIR] = place
+
+    def close(self, exit_code: int) -> None:
+        try:
+            self._run.finish(exit_code=exit_code)
+        finally:
+            self._wandb.teardown(exit_code)  # else a wandb-core that died prints at exit
+
+
+def _load(is_private: bool) -> Any:
+    """Return wandb."""
+    if is_private:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
+    with process.loading("wandb"):
+        import wandb
+
+    return wandb
+
+
+def preload(config: Config) -> None:
+    """Load wandb and what `wandb.init` loads, if a run of this config records to it.
+
+    Call it before torch loads: for each class of its API, wandb looks through all modules that are loaded. After torch
+    and its compiler, that takes half a second of CPU time more.
+    """
+    if wandb_mode(config) == "disabled":
+        return
+    # `WandbLogger` meets an error again, and then it is shown
+    with suppress(Exception), process.loading("wandb.apis.public"):
+        _load(config.wandb.private)
+        import wandb.apis.public  # noqa: F401
+
+
+def _last_online_id(folder: Path) -> str | None:
+    """Return the id of the last wandb run in a folder, of wandb/run-<time>-<id>; None without one, or if offline."""
+    names = [path.name for path in folder.glob("wandb/*run-*-*")]
+    last = max(names, key=lambda name: name.removeprefix("offline-"), default="offline-")
+    return None if last.startswith("offline-") else last.rpartition("-")[2]
+
+
+def identity(options: Wandb, folder: Path) -> dict[str, Any]:
+    """Return the names of a run, as `wandb.init` takes them; None leaves one to wandb's environment variables.
+
+    By default its name is the run folder's, and its group the folder of the sweep that it belongs to.
+    """
+    folder = folder.resolve()
+    name: str | None = folder.name
+    group = None
+    if (folder.parent / SWEEP_FILE).is_file():  # a job of a sweep
+        name = f"{folder.parent.name}-{folder.name}"
+        group = folder.parent.name
+    if (folder / SWEEP_FILE).is_file():  # the comparison at a sweep's end
+        group = name
+    if os.environ.get("WANDB_NAME"):
+        name = None
+    if os.environ.get("WANDB_RUN_GROUP"):
+        group = None
+    project = os.environ.get("WANDB_PROJECT") if options.project == Wandb().project else None
+    return {
+        "project": project or options.project,
+        "entity": options.entity,
+        "name": options.name or (name and name[-FACTS["wandb.name"]["letters"] :]),
+        "group": options.group or (group and group[-FACTS["wandb.group"]["letters"] :]),
+        "job_type": options.job_type,
+        "tags": options.tags or None,
+        "notes": options.notes,
+    }
+
+
+def wandb_mode(config: Config) -> str:
+    """Return WANDB_MODE if it is set, else `wandb.mode`: wandb's users expect that the environment wins."""
+    return os.environ.get("WANDB_MODE") or config.wandb.mode
+
+
+def without_paths(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `values` without the options that are paths and without values that look like one, at any depth."""
+    allowed: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            allowed[name] = without_paths(value, f"{prefix}{name}.")
+        elif f"{prefix}{name}" not in options_with("private") and not is_path(value):
+            allowed[name] = value
+    return allowed
+
+
+def is_path(value: object) -> bool:
+    """Return whether a value is, or looks like, a path, or is a list with one."""
+    if isinstance(value, list | tuple):
+        return any(map(is_path, value))
+    return isinstance(value, os.PathLike) or (isinstance(value, str) and ("/" in value or "\\" in value))

@@ -40,7 +40,7 @@ class Score(NamedTuple):
     """A class's score of one cross-validated method; None where it has no score."""
 
     folds: tuple[float | None, ...]  # the mean of the cases of each fold
-    cases: Mapping[str, float]  # of all folds, pooled
+    cases: Mapping[str, float]  # of all folds, pooled; from the lowest to the highest, equals by name
     mean: float | None  # of the folds
     sd: float | None
     pooled: float | None
