@@ -131,6 +131,12 @@ def open_regular(path: Path, follow: bool = True) -> io.BufferedReader:
     return open(descriptor, "rb")
 
 
+def from_here(path: Path) -> Path:
+    """Return a path as it is from the current folder, where that holds it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def write_text(path: Path, text: str) -> None:
     """Write text in UTF-8."""
     with replacing(path) as file:

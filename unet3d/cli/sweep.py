@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from unet3d.base import signals
 from unet3d.base.errors import Preempted, UserError, escaped, reason
+from unet3d.base.files import from_here
 from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.compose import Composed
@@ -241,9 +242,7 @@ def print_result(number: int, folder: Path) -> None:
     parts = [ending(compared("", run).numbers["status"])]
     parts += [f"{name} {value}" for name, value in highlights(run).items() if name.startswith(("Dice", "peak"))]
     where = folder / LOG if (folder / LOG).is_file() else folder
-    if where.is_relative_to(Path.cwd()):
-        where = where.relative_to(Path.cwd())
-    print(escaped(f"job {number}: {'; '.join(parts)}; all of it: {where}"), flush=True)
+    print(escaped(f"job {number}: {'; '.join(parts)}; all of it: {from_here(where)}"), flush=True)
 
 
 def run_job(folder: Path, overrides: list[str], searchpath_overrides: list[str]) -> int:

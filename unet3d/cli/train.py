@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from unet3d.base import process, ranks
 from unet3d.base.errors import UserError, escaped, is_disk_full, make_room, warn
-from unet3d.base.files import read_csv
+from unet3d.base.files import from_here, read_csv
 from unet3d.base.signals import Stop
 from unet3d.cli import commands, lifecycle, sweep
 from unet3d.config import compose
@@ -185,9 +185,7 @@ def refuse_unwritable(folder: Path, option: str) -> None:
             file.write(bytes(FIRST_FILES))
     except OSError as error:
         remedy = make_room(error) if is_disk_full(error) else f"give {option}=FOLDER"
-        here = Path.cwd()
-        shown = path.relative_to(here) if path.is_relative_to(here) else path
-        raise UserError(f"{shown}: {place} cannot be written to ({error.strerror}); {remedy}") from error
+        raise UserError(f"{from_here(path)}: {place} cannot be written to ({error.strerror}); {remedy}") from error
 
 
 @dataclass(frozen=True)

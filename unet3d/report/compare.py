@@ -6,7 +6,7 @@ from textwrap import shorten
 from typing import Any
 
 from unet3d.base.errors import escaped
-from unet3d.base.files import write_csv, write_text
+from unet3d.base.files import from_here, write_csv, write_text
 from unet3d.base.terminal import NARROW, narrow_tables, paper
 from unet3d.base.types import Table, mib, tabulated
 from unet3d.config.schema import Config, options_with
@@ -66,9 +66,7 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     loggers = Loggers(wandb_loggers(config, folder))
     loggers.table("compare", *numbers_table(methods(rows), hidden))
     loggers.close(0)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    print(f"compared: {escaped(path)}")
+    print(f"compared: {escaped(from_here(path))}")
 
 
 def comparison_table(rows: Sequence[ComparedRun], left_out: Collection[str] = (), labelled: bool = False) -> Table:
@@ -106,9 +104,8 @@ def folds_table(rows: Sequence[ComparedRun], keys: Sequence[str]) -> Table:
         count = len(row.folds)
         scored = sum(bool(run.scores) for run in row.folds)
         folds = str(count) if count == scored else f"{scored}/{count}"
-        every = of_classes.get(compared_runs.MEAN, NO_SCORE)
-        means = [of_classes.get(name, NO_SCORE) for name in names]
-        spreads = [(every.pooled, every.pooled_sd), *((score.mean, score.sd) for score in means)]
+        means = [of_classes.get(name, NO_SCORE) for name in names]  # the first is that of all classes
+        spreads = [(means[0].pooled, means[0].pooled_sd), *((score.mean, score.sd) for score in means)]
         body.append([row.name, *settings, folds, str(len(row.scores)), *(spread("dice", *pair) for pair in spreads)])
     classes = [name or MEAN_OF_CLASSES for name in names]
     return Table(["run", *short(keys), "folds", "cases", "pooled", *classes], body)
@@ -202,9 +199,8 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
     scored = [row for row in rows if row.folds and row.numbers["dice_mean"] is not None]
     if scored:
         folds_plot([(label(row, keys), compared_runs.scores(row, "dice")) for row in scored], folder / "folds.png")
-    differences = []
-    for key in compared_runs.differing(rows):
-        differences.append([key, compared_runs.sides(rows, [row.settings.get(key) for row in rows])])
+    values = {key: [row.settings.get(key) for row in rows] for key in compared_runs.differing(rows)}
+    differences = [[key, compared_runs.sides(rows, values[key])] for key in values]
     page = render(
         "compare.html",
         title=_title(runs),

@@ -231,11 +231,8 @@ class TerminalLogger:
         mean = values["val/dice_mean"]
         if isinstance(mean, float):
             self.dice.append(mean)
-        scores = []
-        for key, value in values.items():
-            if key.startswith("val/dice"):
-                shown = f"{value:.4f}" if isinstance(value, float) else "n/a"
-                scores.append(f"{key.removeprefix('val/')} {shown}")
+        dice = {key.removeprefix("val/"): value for key, value in values.items() if key.startswith("val/dice")}
+        scores = [f"{key} {value:.4f}" if isinstance(value, float) else f"{key} n/a" for key, value in dice.items()]
         self._line(step, "  ".join(scores) + self.grid)
 
     def _line(self, step: int, text: str) -> None:
@@ -419,22 +416,16 @@ def identity(options: Wandb, folder: Path) -> dict[str, Any]:
     By default its name is the run folder's, and its group the folder of the sweep that it belongs to.
     """
     folder = folder.resolve()
-    name: str | None = folder.name
-    group = None
-    if (folder.parent / SWEEP_FILE).is_file():  # a job of a sweep
-        name = f"{folder.parent.name}-{folder.name}"
-        group = folder.parent.name
-    if (folder / SWEEP_FILE).is_file():  # the comparison at a sweep's end
-        group = name
-    if os.environ.get("WANDB_NAME"):
-        name = None
+    sweep = folder.parent.name if (folder.parent / SWEEP_FILE).is_file() else None  # that it is a job of
+    name = f"{sweep}-{folder.name}" if sweep else folder.name
+    group = name if (folder / SWEEP_FILE).is_file() else sweep  # the comparison at a sweep's end is of its group
+    project = os.environ.get("WANDB_PROJECT") if options.project == Wandb().project else None
     if os.environ.get("WANDB_RUN_GROUP"):
         group = None
-    project = os.environ.get("WANDB_PROJECT") if options.project == Wandb().project else None
     return {
         "project": project or options.project,
         "entity": options.entity,
-        "name": options.name or (name and name[-FACTS["wandb.name"]["letters"] :]),
+        "name": options.name or (None if os.environ.get("WANDB_NAME") else name[-FACTS["wandb.name"]["letters"] :]),
         "group": options.group or (group and group[-FACTS["wandb.group"]["letters"] :]),
         "job_type": options.job_type,
         "tags": options.tags or None,

@@ -81,12 +81,11 @@ def phase_plot(entry: Entry, path: Path) -> None:
 
 def timeline_plot(start: Mapping[str, int], rows: Sequence["TimelineRow"], path: Path) -> None:
     """Draw live bytes by category over one step's events: `breakdown.timeline_rows`; `start` is before the first."""
-    changes = {kind: np.zeros(len(rows) + 1, np.int64) for kind in KINDS}
-    for kind, size in start.items():
-        changes[kind][0] = size
-    for event, row in enumerate(rows, start=1):
-        changes[row.category][event] = row.change_bytes
-    sizes_of = np.cumsum(list(changes.values()), axis=1)
+    changes = np.zeros((len(KINDS), len(rows) + 1), np.int64)
+    changes[:, 0] = [start.get(kind, 0) for kind in KINDS]
+    kinds = [list(KINDS).index(row.category) for row in rows]
+    changes[kinds, range(1, len(rows) + 1)] = [row.change_bytes for row in rows]
+    sizes_of = changes.cumsum(axis=1)
     figure = blank(WIDTH, 4.4)
     axes = figure.subplots()
     is_long = len(rows) > MOST_EVENTS

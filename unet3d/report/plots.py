@@ -19,7 +19,7 @@ from unet3d.base.errors import escaped
 from unet3d.base.files import replacing
 from unet3d.base.types import MIB
 from unet3d.report.scores import Score
-from unet3d.run.record import best_of
+from unet3d.run.record import best_of, numbers_of
 from unet3d.run.run_folder import KINDS, Values, as_number
 
 if TYPE_CHECKING:
@@ -118,10 +118,8 @@ def legended(width: float, height: float, labels: Sequence[str]) -> "Figure":
 
 def finish(figure: "Figure", path: Path, legend: Literal["right", "below"]) -> None:
     """Draw one legend of all axes, right of the last one or below in as many columns as fit; save."""
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
+    pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in pairs}
     shown = (list(handles.values()), list(handles))
     style: dict[str, Any] = {"frameon": False, "fontsize": 9}
     if legend == "right":
@@ -201,10 +199,8 @@ def marker_of(steps: Array, shape: str = "o") -> str:
 
 def series(records: Sequence[Values], key: str) -> Curve:
     """Return steps and values of the records that have the key; the strings "nan" and "inf" become numbers."""
-    numbers = [(record["step"], as_number(record.get(key))) for record in records]
-    known = [(step, value) for step, value in numbers if value is not None]
-    steps, values = zip(*known, strict=True) if known else ((), ())
-    return np.array(steps), np.array(values, float)
+    steps = [record["step"] for record in records if as_number(record.get(key)) is not None]
+    return np.array(steps), np.array(numbers_of(records, key))
 
 
 def running_mean(values: Array) -> tuple[Array, int]:
@@ -264,17 +260,16 @@ def _draw_loss(axes: "Axes", training: Curve, validation: Curve, best: int | Non
 
 
 def _draw_small(axes: "Axes", title: str, steps: Array, values: Array) -> None:
-    axes.set_title(title, fontsize=10)
     _draw_steps(axes, steps, values)
-    axes.tick_params(labelsize=9)
     known = values[np.isfinite(values)]
-    if not known.size:
-        return
-    axes.set_ylim(bottom=min(0, known.min()))
-    usual = known[known <= SLOW * np.median(known)]  # the first steps of a process are observed, and take longer
-    if title == SMALL_PANELS["time/step_s"] and RARE * len(known) <= len(usual) < len(known):
-        axes.set_ylim(top=1.1 * usual.max())
-        axes.set_title(f"{title} (some up to {known.max():.3g})", fontsize=10)
+    if known.size:
+        axes.set_ylim(bottom=min(0, known.min()))
+        usual = known[known <= SLOW * np.median(known)]  # the first steps of a process are observed, and take longer
+        if title == SMALL_PANELS["time/step_s"] and RARE * len(known) <= len(usual) < len(known):
+            axes.set_ylim(top=1.1 * usual.max())
+            title += f" (some up to {known.max():.3g})"
+    axes.set_title(title, fontsize=10)
+    axes.tick_params(labelsize=9)
 
 
 def _draw_dice(axes: "Axes", dice: Mapping[str, Curve], columns: int, best: int | None) -> None:
@@ -327,25 +322,28 @@ def comparison_plot(runs: Mapping[str, Numbers], remark: str, path: Path) -> Non
 
     `runs` are {label: numbers}, each with a peak.
     """
-    kinds = [_kind(numbers) for numbers in runs.values()]
-    labels = [short_label(label) for label in runs]
-    if len(set(kinds)) > 1:
-        labels = [f"{label} ({kind})" for label, kind in zip(labels, kinds, strict=True)]
-    else:
-        remark = f"Peak: {kinds[0]}\n{remark}"
     points = [_point(numbers) for numbers in runs.values()]
+    labels = [short_label(label) for label in runs]
+    if len({point["kind"] for point in points}) > 1:
+        labels = [f"{label} ({point['kind']})" for label, point in zip(labels, points, strict=True)]
+    else:
+        remark = f"Peak: {points[0]['kind']}\n{remark}"
     fields = [field for field in PANELS if sum(field in point for point in points) > 1]
     figure = legended(4.2 * len(fields) or 6, 4 if fields else 2, [*labels, PARETO])
     grid = figure.subplots(1, len(fields) or 1, squeeze=False)[0]
     if not fields:
-        _draw_bars(grid[0], labels, [point["peak"] for point in points])
+        peaks = [point["peak"] for point in points]
+        bars = grid[0].barh(range(len(peaks)), peaks, 0.7, color=BLUE)
+        grid[0].bar_label(bars, fmt="{:,.1f}", padding=4, fontsize=8)
+        grid[0].set_yticks(range(len(peaks)), labels, fontsize=9)
+        grid[0].set(xlim=(0, 1.15 * max([*peaks, 1e-3])), ylim=(len(peaks) - 0.4, -0.6))
     for axes, field in zip(grid, fields, strict=False):
         axes.set_ylabel(PANELS[field])
         for point, label, (marker, colour) in zip(points, labels, cycle(MARKERS), strict=False):
             if field in point:
                 sd = point.get("dice_sd") if field == "dice_mean" else None
                 axes.errorbar(point["peak"], point[field], sd, fmt=marker, color=colour, label=label, **POINT)
-        _draw_fronts(axes, field, zip(kinds, points, strict=True))
+        _draw_fronts(axes, field, [point for point in points if field in point])
         axes.margins(0.12)
         if field == "dice_mean":
             axes.set_ylabel(dice_title(numbers.get("dice_grid") for numbers in runs.values()))
@@ -360,20 +358,13 @@ def comparison_plot(runs: Mapping[str, Numbers], remark: str, path: Path) -> Non
     finish(figure, path, "right")
 
 
-def _kind(numbers: Numbers) -> str:
-    """Return of which kind a run's peak is, e.g. `measured, ledger`."""
-    parts = (basis(numbers), numbers.get("measured_kind"))
-    return plain(", ".join(part for part in parts if part))
-
-
-def _point(numbers: Numbers) -> dict[str, float]:
-    """Return a run's peak in MiB, and its seconds and Dice, which a run that was only predicted has not."""
+def _point(numbers: Numbers) -> dict[str, Any]:
+    """Return a run's peak in MiB and of which kind it is; and if it was measured, seconds and Dice of the run."""
     kind = basis(numbers)
-    point = {"peak": numbers[f"peak_{kind}_bytes"] / MIB}
-    for name in (*PANELS, "dice_sd"):
-        if kind == "measured" and numbers.get(name) is not None:
-            point[name] = numbers[name]
-    return point
+    kinds = (kind, numbers.get("measured_kind"))
+    point: dict[str, Any] = {"kind": plain(", ".join(filter(None, kinds))), "peak": numbers[f"peak_{kind}_bytes"] / MIB}
+    names = (*PANELS, "dice_sd") if kind == "measured" else ()
+    return point | {name: numbers[name] for name in names if numbers.get(name) is not None}
 
 
 def dice_title(grids: Iterable[str | None]) -> str:
@@ -393,18 +384,16 @@ def _widen_dice(axes: "Axes") -> None:
         axes.set_ylim(low, low + LEAST_DICE)
 
 
-def _draw_fronts(axes: "Axes", field: str, points: Iterable[tuple[str, dict[str, float]]]) -> None:
+def _draw_fronts(axes: "Axes", field: str, points: Iterable[Mapping[str, Any]]) -> None:
     """Ring and join the Pareto-optimal runs of each kind of peak: more Dice is better, and less of all else."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
-    for kind, point in points:
-        if field in point:
-            by_kind.setdefault(kind, []).append((point["peak"], point[field]))
+    for point in points:
+        by_kind.setdefault(point["kind"], []).append((point["peak"], point[field]))
     sign = -1 if field == "dice_mean" else 1
+    ring: dict[str, Any] = {"color": GREY, "mfc": "none", "mec": "black", "ms": 12, "zorder": 1}
     for pairs in by_kind.values():
         best = [pairs[index] for index in pareto([(x, sign * y) for x, y in pairs])]
-        ring: dict[str, Any] = {"color": GREY, "mfc": "none", "mec": "black", "ms": 12, "zorder": 1}
-        peaks, values = zip(*best, strict=True)
-        axes.errorbar(peaks, values, fmt="o--", label=PARETO, **ring)
+        axes.errorbar(*zip(*best, strict=True), fmt="o--", label=PARETO, **ring)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -414,14 +403,6 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
         if not best or points[index][1] < points[best[-1]][1] or points[index] == points[best[-1]]:
             best.append(index)
     return best
-
-
-def _draw_bars(axes: "Axes", labels: Sequence[str], peaks: Sequence[float]) -> None:
-    """Draw a bar for each run, with its MiB at the end."""
-    bars = axes.barh(range(len(peaks)), peaks, 0.7, color=BLUE)
-    axes.bar_label(bars, fmt="{:,.1f}", padding=4, fontsize=8)
-    axes.set_yticks(range(len(peaks)), labels, fontsize=9)
-    axes.set(xlim=(0, 1.15 * max([*peaks, 1e-3])), ylim=(len(peaks) - 0.4, -0.6))
 
 
 def folds_plot(methods: Sequence[tuple[str, Mapping[str, Score]]], path: Path) -> None:

@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unet3d.base.errors import UserError, escaped
-from unet3d.base.files import write_csv, write_text
+from unet3d.base.files import from_here, write_csv, write_text
 from unet3d.base.terminal import NARROW, paper, terminal_table
 from unet3d.base.types import Table, mib
 from unet3d.config import compose
@@ -139,15 +139,14 @@ def _commands(run: RunRecord) -> list[str]:
     place = str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder.name)
     if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", place) is None:
         place = compose.quoted(place)
-    commands: list[list[str]] = [[f"hydra.run.dir={place}"]]
+    commands: list[list[str]] = [[]]
     for word in run.overrides:
         if word.startswith("resume="):
             commands.append([f"resume={place}"])
         else:
             commands[-1].append(word)
-    first, *others = commands
-    each = ([*first[1:], first[0]], *others)
-    return [shlex.join(["python", "-m", "unet3d", "train", *words]) for words in each]
+    commands[0].append(f"hydra.run.dir={place}")
+    return [shlex.join(["python", "-m", "unet3d", "train", *words]) for words in commands]
 
 
 def print_summary(run: RunRecord) -> None:
@@ -171,10 +170,7 @@ def print_summary(run: RunRecord) -> None:
     methods = methods_paragraph(run)
     if methods:
         console.print(f"{METHODS}:\n{escaped(methods)}\n")
-    folder = run.path
-    if folder.is_relative_to(Path.cwd()):
-        folder = folder.relative_to(Path.cwd())
-    console.print(f"run folder: {escaped(folder)}", soft_wrap=True)
+    console.print(f"run folder: {escaped(from_here(run.path))}", soft_wrap=True)
     written = [name for name in FILES if (run.path / name).is_file() or any(run.path.glob(f"{name}/*.*"))]
     if written:
         console.print(f"in it: {', '.join(written)}", soft_wrap=True)
