@@ -393,7 +393,8 @@ def _draw_fronts(axes: "Axes", field: str, points: Iterable[Mapping[str, Any]]) 
     ring: dict[str, Any] = {"color": GREY, "mfc": "none", "mec": "black", "ms": 12, "zorder": 1}
     for pairs in by_kind.values():
         best = [pairs[index] for index in pareto([(x, sign * y) for x, y in pairs])]
-        axes.errorbar(*zip(*best, strict=True), fmt="o--", label=PARETO, **ring)
+        peaks, values = zip(*best, strict=True)
+        axes.errorbar(peaks, values, fmt="o--", label=PARETO, **ring)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
