@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 import fuzz
 
 from unet3d.data import nifti, texts
-from unet3d.report import case_plots
+from unet3d.report import held_out
 from unet3d.run import record, run_folder
 
 
@@ -90,7 +90,7 @@ def run_trials(place: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, count: int)
 def test_a_damaged_run_folder_is_refused_or_harmless(
     tmp_path: Path, watch: fuzz.Watch, sound: fuzz.SoundRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(case_plots, "score_plot", nothing)
+    monkeypatch.setattr(held_out, "score_plot", nothing)
     found = run_trials(tmp_path, watch, sound, 12)
     assert not [line for line in found if line[1].startswith("FAILED")]
     assert {outcome for _, outcome in found} == {"refused", "read"}

@@ -35,7 +35,7 @@ from unet3d.data.preprocess import CaseReader
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.data.volume import canonical_grid
 from unet3d.model.unet import UNet3D
-from unet3d.report import case_plots, plots
+from unet3d.report import held_out, plots
 from unet3d.run import checkpoint, predicted_files, validation
 from unet3d.run.predict import Segmenter
 from unet3d.run.validation import Validator, evaluate
@@ -277,7 +277,7 @@ def die_drawing() -> None:
 
     figure = plots.blank(1, 1)
     figure.savefig = half
-    case_plots.segmentation = lambda *drawn: plots.save_picture(
+    held_out.segmentation = lambda *drawn: plots.save_picture(
         figure, next(path for path in drawn if isinstance(path, Path))
     )
 

@@ -22,7 +22,7 @@ from unet3d.config import compose
 from unet3d.config.schema import LAYOUTS, Model
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.nifti import stem
-from unet3d.report.scores import SCORES_TITLE
+from unet3d.report.held_out import SCORES_TITLE
 from unet3d.run import checkpoint, predict, predicted_files, publish
 
 Capture = pytest.CaptureFixture[str]

@@ -34,7 +34,7 @@ from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.data.cases import Case
 from unet3d.data.patches import prepare
-from unet3d.report import case_plots, memory_plots, plots, report
+from unet3d.report import held_out, memory_plots, plots, report
 from unet3d.run import checkpoint, predict, record
 from unet3d.run.validation import evaluate
 from unet3d.training.inference import Predictor
@@ -352,7 +352,7 @@ def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
 @pytest.fixture
 def stranger(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a finished run, which a test changes as a stranger might; its report draws no picture."""
-    for module, name in ((plots, "training_curves"), (case_plots, "score_plot")):
+    for module, name in ((plots, "training_curves"), (held_out, "score_plot")):
         monkeypatch.setattr(module, name, nothing)
     for name in ("phase_plot", "layer_plot"):
         monkeypatch.setattr(memory_plots, name, nothing)

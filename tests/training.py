@@ -32,7 +32,7 @@ from unet3d.config.schema import Config, Model
 from unet3d.memory import prediction
 from unet3d.memory.technique import choose_technique, saved
 from unet3d.recomputing import prepare, search
-from unet3d.report import case_plots, memory_plots, plots, report
+from unet3d.report import held_out, memory_plots, plots, report
 from unet3d.report.loggers import Loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ for module, name, number in FEW:
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["served"])
 FIGURES = [
-    *((case_plots, "segmentation"), (plots, "training_curves"), (case_plots, "score_plot")),
+    *((held_out, "segmentation"), (plots, "training_curves"), (held_out, "score_plot")),
     *((memory_plots, "phase_plot"), (memory_plots, "timeline_plot"), (memory_plots, "layer_plot")),
 ]
 Hook = Callable[[], None]

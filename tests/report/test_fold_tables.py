@@ -16,7 +16,7 @@ from unet3d.base.types import Table
 from unet3d.report import fold_tables
 from unet3d.report.compared_runs import ComparedRun
 from unet3d.report.fold_tables import latex, markdown, typeset
-from unet3d.report.scores import Score
+from unet3d.report.held_out import Score
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
 FIRST = ("a,.5,.7,1\nb,.7,,2\n", "c,.8,.9,\n", "d,.1,.4,3\n")  # of folds 0, 1 and 2

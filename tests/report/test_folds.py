@@ -11,7 +11,7 @@ from legibility import drawing
 from promises import promise
 from training import yaml_of
 
-from unet3d.report import compare, compared_runs, plots
+from unet3d.report import compare, compared_runs, held_out
 from unet3d.report.compared_runs import read_runs
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
@@ -152,7 +152,7 @@ def test_the_picture_has_a_point_a_fold_and_their_mean_with_its_sd(
 ) -> None:
     rows = compared_runs.methods(read_runs(sweep(tmp_path, "optim.lr=0.1", "optim.lr=0.2")))
     labelled = [(f"{row.name}: {'long_' * 9}", compared_runs.scores(row, "dice")) for row in rows]
-    figure = drawing(tmp_path, monkeypatch)(lambda path: plots.folds_plot(labelled, path))
+    figure = drawing(tmp_path, monkeypatch)(lambda path: held_out.folds_plot(labelled, path))
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["mean of\nclasses", "left", "right"]
     assert axes.lines[4].get_ydata() == pytest.approx([0.6, 0.8, 0.1]), "left, of each fold of the first method"

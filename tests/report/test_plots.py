@@ -146,7 +146,7 @@ def test_many_classes_with_long_names_stay_legible(draw: Drawn) -> None:
 
 
 def test_importing_the_report_loads_no_heavy_library() -> None:
-    modules = "case_plots", "compare", "loggers", "memory_plots", "plots", "report"
+    modules = "held_out", "compare", "loggers", "memory_plots", "plots", "report"
     code = f"import sys; from unet3d.report import {', '.join(modules)}; print({HEAVY} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

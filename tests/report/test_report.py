@@ -20,9 +20,9 @@ from promises import promise
 from training import face, yaml_of
 
 from unet3d.base.errors import UserError
-from unet3d.report import case_plots, compared_runs, memory_plots, plots, report
+from unet3d.report import compared_runs, held_out, memory_plots, plots, report
+from unet3d.report.held_out import other_scores, score_table, score_title
 from unet3d.report.report import methods_paragraph, print_summary, what_ran
-from unet3d.report.scores import other_scores, score_table, score_title
 from unet3d.run import run_folder
 from unet3d.run.record import headline, read_run
 from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
@@ -39,7 +39,7 @@ SHOWN = {  # on the page, by the file that it is in
 FILES = (*SHOWN, "figures/prediction.png")
 PICTURES = {
     "training_curves": plots,
-    "score_plot": case_plots,
+    "score_plot": held_out,
     "phase_plot": memory_plots,
     "layer_plot": memory_plots,
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from promises import promise
 
-from unet3d.report.scores import case_table
+from unet3d.report.held_out import case_table
 from unet3d.run.record import read_scores
 from unet3d.training.metrics import (
     CaseScore,

@@ -12,10 +12,10 @@ from unet3d.base.types import Table, mib, tabulated
 from unet3d.config.schema import Config, options_with
 from unet3d.report import compared_runs
 from unet3d.report.compared_runs import NO_SCORE, ComparedRun, label, method_columns, methods, short
+from unet3d.report.held_out import MEAN_OF_CLASSES, MOST_COLUMNS, folds_plot, spread
 from unet3d.report.loggers import Loggers, wandb_loggers
-from unet3d.report.plots import basis, comparison_plot, curves_plot, dice_title, folds_plot, remove_picture
+from unet3d.report.plots import basis, comparison_plot, curves_plot, dice_title, remove_picture
 from unet3d.report.report import read_picture, render
-from unet3d.report.scores import MEAN_OF_CLASSES, MOST_COLUMNS, spread
 
 STATUS_LETTERS = 110
 FOLDS_TITLE = "Cross-validation: Dice of the held-out cases, mean ± SD over the folds"

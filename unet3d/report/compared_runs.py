@@ -16,9 +16,9 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose
 from unet3d.config.schema import FACTS, options_with
 from unet3d.config.words import plain
+from unet3d.report.held_out import METRICS, Score, by_class
 from unet3d.report.plots import OVERLAID, Curve, basis, curve
 from unet3d.report.report import compared_numbers
-from unet3d.report.scores import METRICS, Score, by_class
 from unet3d.run.record import RunRecord, numbers_of, read_run
 from unet3d.training.metrics import mean_of
 

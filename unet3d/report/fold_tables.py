@@ -17,8 +17,8 @@ from unet3d.base.files import write_csv, write_text
 from unet3d.base.types import Table, tabulated
 from unet3d.report import compared_runs
 from unet3d.report.compared_runs import FOLD, ComparedRun, short
+from unet3d.report.held_out import MEAN_OF_CLASSES, METRICS, ranked, shown, spread
 from unet3d.report.report import render
-from unet3d.report.scores import MEAN_OF_CLASSES, METRICS, ranked, shown, spread
 
 WORST = 5  # cases by name
 NOTE = (
@@ -132,15 +132,6 @@ def numbers_table(methods: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def cases_table(methods: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Return the scores of all out-of-fold cases, one row per method and case, as their runs' scores.csv has them."""
-    rows = []
-    for method in methods:
-        for run in method.folds:
-            rows += [{"method": method.name, "fold": run.settings[FOLD], "case": None, **case} for case in run.scores]
-    return rows
-
-
 def paired_tests(first: ComparedRun, second: ComparedRun) -> list[dict[str, Any]]:
     """Return a test of each score and class that both methods have, of cases that both have scored.
 
@@ -222,7 +213,11 @@ def write_tables(methods: Sequence[ComparedRun], titled: Titled, lines: Sequence
     for ending in ("md", "tex"):
         write_text(out / f"cross_validation.{ending}", typeset(titled, notes, ending))
     write_csv(out / "cross_validation.csv", *tabulated(numbers_table(methods)))
-    write_csv(out / "cases.csv", *tabulated(cases_table(methods)))
+    cases = []
+    for method in methods:
+        for run in method.folds:
+            cases += [{"method": method.name, "fold": run.settings[FOLD], "case": None, **case} for case in run.scores]
+    write_csv(out / "cases.csv", *tabulated(cases))
     if len(methods) > 1:
         tests = [{"comparison": title, **test} for title, of_pair in titled_tests(methods) for test in of_pair]
         write_csv(out / "paired.csv", *tabulated(tests))

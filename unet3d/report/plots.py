@@ -1,6 +1,6 @@
 """What all figures share, PNG and SVG files with nothing that overlaps; and those of training, of one run or several.
 
-Of several runs these are their curves, their peaks against time and Dice, and the Dice of the folds of methods.
+Of several runs these are their curves, and their peaks against time and Dice.
 """
 
 import zlib
@@ -18,7 +18,6 @@ from unet3d.base import signals
 from unet3d.base.errors import escaped
 from unet3d.base.files import replacing
 from unet3d.base.types import MIB
-from unet3d.report.scores import Score
 from unet3d.run.record import best_of, numbers_of
 from unet3d.run.run_folder import KINDS, Values, as_number
 
@@ -56,7 +55,6 @@ MARKERS = list(product("osD^vP*X", OKABE_ITO[:6]))  # yellow is faint on white
 OVERLAID = {"train/loss": "Training loss", "val/dice_mean": "Validation Dice, mean of classes"}
 PARETO = "Pareto-optimal"
 PANELS = {"step_median_s": "seconds per step, median", "dice_mean": "Dice"}  # numbers that are drawn over the peak
-MOST_CLASSES = 20  # of the folds' figure
 POINT: dict[str, Any] = {"mec": "black", "mew": 0.5, "ms": 7, "capsize": 3}
 LEAST_DICE = 0.05  # that an axis shows: less is noise, and would look like a trade-off
 Numbers = Mapping[str, Any]  # of a run, with the names of compare.csv
@@ -404,25 +402,3 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
         if not best or points[index][1] < points[best[-1]][1] or points[index] == points[best[-1]]:
             best.append(index)
     return best
-
-
-def folds_plot(methods: Sequence[tuple[str, Mapping[str, Score]]], path: Path) -> None:
-    """Draw the Dice of each method (label, its scores by class): one point per fold, and their mean with its SD."""
-    labels = [short_label(label) for label, _ in methods]
-    names = list(dict.fromkeys(name for _, scores in methods for name in scores))[:MOST_CLASSES]
-    figure = legended(max(4.0, (0.25 * len(methods) + 0.6) * len(names)) + 1.0, 4, labels)
-    axes = figure.subplots()
-    apart = 0.8 / len(methods)
-    shift = -apart * (len(methods) - 1) / 2
-    for (_, scores), label, (marker, colour) in zip(methods, labels, cycle(MARKERS), strict=False):
-        for place, name in enumerate(names):
-            score = scores.get(name)
-            if score is not None and score.mean is not None:
-                points = [value for value in score.folds if value is not None]
-                x = place + shift
-                axes.plot([x] * len(points), points, marker, color=colour, alpha=0.45, ms=4, mew=0)
-                axes.errorbar(x, score.mean, yerr=score.sd, fmt=marker, color=colour, label=label, **POINT)
-        shift += apart
-    name_classes(axes, [short_name(name) if name else "mean of\nclasses" for name in names])
-    axes.set_ylabel("Dice: folds, their mean ± SD")
-    finish(figure, path, "right")

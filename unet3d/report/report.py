@@ -21,8 +21,8 @@ from unet3d.base.types import Table, mib
 from unet3d.config import compose
 from unet3d.config.schema import LOSSES, options_with
 from unet3d.memory import tables
-from unet3d.report import case_plots, memory_plots, plots, scores
-from unet3d.report.scores import shown
+from unet3d.report import held_out, memory_plots, plots
+from unet3d.report.held_out import shown
 from unet3d.run.record import RunRecord, numbers_of
 from unet3d.run.run_folder import as_number
 
@@ -92,9 +92,9 @@ def draw_figures(run: RunRecord) -> None:
     folder.mkdir(exist_ok=True)
     if run.records:
         plots.training_curves(run.records, folder / "curves.png")
-    dice = scores.dice_by_class(run.scores)
+    dice = held_out.dice_by_class(run.scores)
     if dice:
-        case_plots.score_plot(dict(list(dice.items())[:MOST_CLASSES]), folder / "scores.png")
+        held_out.score_plot(dict(list(dice.items())[:MOST_CLASSES]), folder / "scores.png")
     if run.memory:
         memory_plots.phase_plot(run.memory_entry, folder / "memory_phases.png")
         if "layers" in run.memory_ledger:
@@ -114,7 +114,7 @@ def write_page(run: RunRecord) -> Path:
         name=run.path.resolve().name,
         figure=lambda name, about: read_picture(run.path / "figures" / f"{name}.png", about),
         commands=_commands(run),
-        scores=scores,
+        held_out=held_out,
         tables=tables,
         mib=mib,
         what_ran=what_ran,
@@ -152,7 +152,7 @@ def _commands(run: RunRecord) -> list[str]:
 def print_summary(run: RunRecord) -> None:
     """Print scores per class, peak memory per phase and where the files are, for terminals and plain files alike."""
     console = paper(NARROW)
-    print_scores(run, scores.score_title(run))
+    print_scores(run, held_out.score_title(run))
     if run.memory:
         entry = run.memory_entry
         title = f"Memory of a step, {run.memory_kind} ({entry['kind']})"
@@ -179,10 +179,10 @@ def print_summary(run: RunRecord) -> None:
 def print_scores(run: RunRecord, title: str) -> None:
     """Print scores per class, of a run or of scores.csv alone."""
     console = paper(NARROW)
-    table = scores.score_table(run)
+    table = held_out.score_table(run)
     if table.rows:
         console.print(terminal_table(title, table))
-    for other in scores.other_scores(run):
+    for other in held_out.other_scores(run):
         console.print(terminal_table(*other))
 
 
@@ -217,7 +217,7 @@ def _way(value: object) -> str:
 def highlights(run: RunRecord) -> dict[str, str]:
     """Return the few numbers of a run that matter most, by name."""
     numbers = {}
-    of_classes = scores.score_table(run).rows
+    of_classes = held_out.score_table(run).rows
     if of_classes:
         name, dice, *_ = of_classes[-1]
         numbers[f"Dice, {name}"] = dice

@@ -29,8 +29,8 @@ from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import fold_tables
 from unet3d.report.compare import print_tables
 from unet3d.report.compared_runs import ComparedRun, not_comparable
+from unet3d.report.held_out import OWN_GRIDS, SCORES_TITLE
 from unet3d.report.report import METHODS, listed
-from unet3d.report.scores import OWN_GRIDS, SCORES_TITLE
 from unet3d.run import checkpoint, predict
 from unet3d.run.checkpoint import TrainedNetworks, read_networks, split_of
 from unet3d.run.predict import Segmenter

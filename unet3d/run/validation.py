@@ -26,10 +26,10 @@ from unet3d.data.preprocess import extent, scored_slices
 from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.memory import remedies
-from unet3d.report import case_plots
+from unet3d.report import held_out
+from unet3d.report.held_out import ROLES, chosen
 from unet3d.report.loggers import Loggers
 from unet3d.report.plots import remove_picture
-from unet3d.report.scores import ROLES, chosen
 from unet3d.run.predict import Segmenter
 from unet3d.run.record import read_scores
 from unet3d.training import switches
@@ -260,7 +260,7 @@ class Validator:
         image = prepared.image[0].numpy()
         dataset = self.data.dataset
         labels_of = None if dataset.regions is None else dataset.regions.labels
-        case_plots.segmentation(image, layers, prepared.spacing, dataset.classes, path, title, where, labels_of)
+        held_out.segmentation(image, layers, prepared.spacing, dataset.classes, path, title, where, labels_of)
 
     def log_first_case(self, step: int, dice: float | None) -> None:
         """Log a picture of the first held-out case with the mean Dice of all, on the rank that has a logger for it.
