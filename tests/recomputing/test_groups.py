@@ -229,6 +229,11 @@ def test_groups_are_plain(name: str, tiles: int) -> None:
     check(OPERATIONS[name](), tiles=tiles)
 
 
+def test_tokens_may_be_split_into_all_of_them_and_one() -> None:
+    wide = (nn.Linear(CHANNELS, 256), nn.Softmax(-1), nn.Linear(256, CHANNELS))
+    check(Tokens(nn.Sequential(nn.Unflatten(1, (1, 128)), *wide, nn.Flatten(1, 2))), images=1, tiles=40)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_random_numbers_of_half_precision(dtype: torch.dtype) -> None:
     """With another seed, results would differ by far more than rounding."""

@@ -306,6 +306,10 @@ def _in_view(value: Value, source: Value, dimension: int) -> int | None:
     """Return the place of a dimension that stays as it is in a view: its numbers lie equally far apart in both."""
     if value.op in SIZED and not isinstance(value.args[1], tuple):  # a view of another type
         return None
+    if value.op == "unflatten":  # Its sizes are not those of a part.
+        split = value.args[1] % len(source.shape)
+        if split <= dimension < split + len(value.args[2]):
+            return None
     whole = torch.empty(source.shape, device="meta")
     view = carried_out(value, {source: whole})
     for place, length in enumerate(source.shape):

@@ -268,11 +268,11 @@ class Executor:
             del rows
             for value, sink in sinks.items():
                 first, end = tile.spans[value]
-                if value not in sent:
-                    zeros = self._empty(shape_of_rows(value, axis, (first, end))).zero_()
-                    sent[value] = RowGradient(zeros, True)
-                    del zeros
-                sink.add(first, sent[value], end if following is None else following.spans[value][0])
+                part = sent.get(value)
+                if part is None:
+                    part = RowGradient(self._empty(shape_of_rows(value, axis, (first, end))).zero_(), True)
+                sink.add(first, part, end if following is None else following.spans[value][0])
+                del part
             sent.clear()  # before the next tile's rows are made
         for value, sink in sinks.items():
             sink.clear(value.shape[axis])
