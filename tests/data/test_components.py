@@ -1,7 +1,6 @@
 """The largest component of a class stays, and everything else as it was."""
 
 import numpy as np
-from guards import without
 
 from unet3d.data.restore import largest_components
 
@@ -39,7 +38,6 @@ def test_of_equal_components_one_stays() -> None:
     assert largest_components(labels, [1]).ravel().tolist() == [1, 0, 0, 0, 0]
 
 
-@without("unet3d.data.restore._stray", lambda mask: ~mask)
 def test_a_part_within_the_bounds_of_another_class_is_kept() -> None:
     labels = np.full((5, 5, 5), 2, np.uint8)
     labels[2, 2, 2] = 1

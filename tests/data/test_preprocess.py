@@ -376,20 +376,25 @@ def options(**changes: object) -> Data:
 
 def test_slices_are_spread_over_the_foreground() -> None:
     assert preprocess.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
-    assert preprocess.learned_slices(labels(), options(sparse=[1, 2, 0])) == [[30], [9, 19], []]
-    assert preprocess.learned_slices(labels(), options()) == [[14, 22, 30, 38, 46], [6, 10, 14, 18, 22], [4, 7, 10]]
-    assert preprocess.scored_slices(labels(), options(scored=[4, 1, 0])) == [[18, 26, 34, 42], [14], []]
+    assert preprocess.chosen_slices(labels(), options(sparse=[1, 2, 0]), False) == [[30], [9, 19], []]
+    assert preprocess.chosen_slices(labels(), options(), False) == [
+        [14, 22, 30, 38, 46],
+        [6, 10, 14, 18, 22],
+        [4, 7, 10],
+    ]
+    assert preprocess.chosen_slices(labels(), options(scored=[4, 1, 0]), True) == [[18, 26, 34, 42], [14], []]
 
 
 def test_the_same_slices_are_scored_however_many_are_learned() -> None:
-    found = [preprocess.scored_slices(labels(), options(sparse=counts)) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])]
+    found = [
+        preprocess.chosen_slices(labels(), options(sparse=counts), True) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])
+    ]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("changes", [{}, {"scored": [5, 5, 5]}, {"sparse": [40, 3, 9]}, {"sparse_fold": 1}])
 def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
-    masks = preprocess.learned_mask, preprocess.scored_mask
-    learned, scored = (mask(labels(), options(**changes)) for mask in masks)
+    learned, scored = (preprocess.chosen_mask(labels(), options(**changes), part) for part in (False, True))
     assert learned.any() and scored.any() and not (learned & scored).any()
 
 
@@ -398,9 +403,7 @@ def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
 def test_no_scored_slice_mirrors_a_learned_one(counts: list[int], high: int) -> None:
     """The MNI152 template is its own mirror image across x, with this extent at 1 and at 2 mm."""
     brain = torch.ones(high + 1, 9, 9, dtype=torch.int16)
-    learned, scored = (
-        find(brain, options(sparse=counts))[0] for find in (preprocess.learned_slices, preprocess.scored_slices)
-    )
+    learned, scored = (preprocess.chosen_slices(brain, options(sparse=counts), part)[0] for part in (False, True))
     assert not {*learned} & {high - index for index in scored}
 
 
@@ -413,17 +416,17 @@ def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
 
 def test_each_slice_is_scored_in_one_of_the_folds_and_learned_in_the_others() -> None:
     folds = [options(sparse=[7, 5, 21], sparse_fold=fold) for fold in range(3)]
-    every = preprocess.learned_slices(labels(), options(sparse=[7, 5, 21]))
+    every = preprocess.chosen_slices(labels(), options(sparse=[7, 5, 21]), False)
     for axis in range(3):
-        scored = [preprocess.scored_slices(labels(), fold)[axis] for fold in folds]
-        learned = [preprocess.learned_slices(labels(), fold)[axis] for fold in folds]
+        scored = [preprocess.chosen_slices(labels(), fold, True)[axis] for fold in folds]
+        learned = [preprocess.chosen_slices(labels(), fold, False)[axis] for fold in folds]
         assert sorted(chain(*scored)) == sorted(every[axis])
         assert all(sorted(a + b) == sorted(every[axis]) for a, b in zip(scored, learned, strict=True))
 
 
 def test_without_foreground_slices_are_spread_over_the_volume() -> None:
     nothing = torch.zeros(11, 11, 11, dtype=torch.int16)
-    assert preprocess.learned_slices(nothing, options(sparse=[1, 1, 2])) == [[5], [5], [2, 8]]
+    assert preprocess.chosen_slices(nothing, options(sparse=[1, 1, 2]), False) == [[5], [5], [2, 8]]
 
 
 def phantom(tmp_path: Path, *overrides: str) -> Config:

@@ -1,4 +1,4 @@
-"""One scan of a data set: in a run each file is opened once, and each volume is read once."""
+"""One scan of a data set: a run reads each header and then each volume once, of the same bytes."""
 
 import json
 import os
@@ -6,17 +6,19 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from guards import without
-from nifti_files import case, decathlon, image, label
+from nifti_files import decathlon, image, write
 from training import PLAIN, TINY, train
 
+from unet3d.base.errors import UserError
 from unet3d.base.files import NIFTI_ENDINGS
-from unet3d.data import nifti
+from unet3d.data import check, nifti, prepare
+from unet3d.data.check import DatasetCheck
 from unet3d.data.prepare import prepare_data
-from unet3d.data.volume import ImageFiles
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 
@@ -45,9 +47,8 @@ def count_openings() -> None:
     sys.addaudithook(audit)
 
 
-@without("unet3d.data.volume.MAX_KEPT_OPEN", 0)
 @pytest.mark.parametrize("fingerprint", ["sample", "full"])
-def test_a_run_opens_each_file_and_reads_each_volume_once(tmp_path: Path, fingerprint: str) -> None:
+def test_a_run_reads_each_volume_once(tmp_path: Path, fingerprint: str) -> None:
     """Four steps on six CT cases, whose scale follows from all training cases; also by the report and its pictures."""
     decathlon(tmp_path / "set", NAMES, shape=(20, 20, 16))
     words = [word for word in TINY if not word.startswith("data.phantom")]
@@ -56,7 +57,8 @@ def test_a_run_opens_each_file_and_reads_each_volume_once(tmp_path: Path, finger
     done = train(tmp_path / "run", *words, hook=count_openings, frills=fingerprint == "sample")
     assert done.code == 0, done.err
     files = {f"{kind}sTr/{name}.nii.gz": 1 for kind in ("image", "label") for name in NAMES}
-    assert json.loads((tmp_path / "openings.json").read_text()) == files
+    openings = json.loads((tmp_path / "openings.json").read_text())
+    assert openings == dict.fromkeys(files, 3), "for the header and its hash, for the voxels, and to compare the hash"
     assert json.loads((tmp_path / "reads.json").read_text()) == files
 
 
@@ -71,31 +73,16 @@ def test_ct_is_scaled_as_if_each_case_were_read_again(tmp_path: Path) -> None:
         assert np.array_equal(kept.read(one).image, read_again.read(one).image)
 
 
-def test_files_that_may_not_stay_open_are_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan keeps at most a quarter of the files that a process may have open."""
-    monkeypatch.setattr("unet3d.data.volume.resource.getrlimit", lambda _: (4 * 3, 4 * 3))
-    opened = list[Path]()
-    open_file = nifti.open_file
-
-    def noted(case_id: str, path: Path) -> object:
-        opened.append(path)
-        return open_file(case_id, path)
-
-    monkeypatch.setattr(nifti, "open_file", noted)
-    data = prepare_data(decathlon(tmp_path))
-    assert len(opened) == 2 * 8 - 3
-    assert len(data.train) + len(data.val) == 4
-
-
-def test_a_file_that_is_replaced_after_the_scan_is_read_as_it_was_scanned(tmp_path: Path) -> None:
+@without("unet3d.data.preprocess.have_changed", lambda *_: False)
+def test_a_file_that_is_replaced_after_the_scan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Header, hash and voxels are of the same file."""
-    one = case(tmp_path, image(), label())
-    dataset_files = ImageFiles()
-    with dataset_files.kept_open():
-        with dataset_files.opened(one, one.images[0], keep=True):
-            pass
-        one.images[0].rename(tmp_path / "moved.nii.gz")
-        case(tmp_path, image(seed=9), label())
-        with dataset_files.opened(one, one.images[0]) as file:
-            assert np.array_equal(nifti.read_array(file), image())
-    assert file.stream.closed
+
+    def then_replaced(*scanned: Any) -> DatasetCheck:
+        found = check.check_cases(*scanned, hashes=True)
+        write(tmp_path / "imagesTr" / "a.nii.gz", image(seed=9))
+        return found
+
+    data = decathlon(tmp_path)
+    monkeypatch.setattr(prepare, "check_cases", lambda *scanned, hashes: then_replaced(*scanned))
+    with pytest.raises(UserError, match=r"^a: .*imagesTr/a\.nii\.gz: changed [^\n]*; start again$"):
+        prepare_data(data)

@@ -20,7 +20,7 @@ import numpy as np
 
 from unet3d.base.errors import UserError, is_disk_full, is_out_of_files, is_out_of_memory, make_room
 from unet3d.base.files import open_regular, remove_abandoned, replacing
-from unet3d.data.scan import sampled_blocks
+from unet3d.data.scan import sample_digest
 
 VERSIONS = [version(name) for name in ("nibabel", "numpy", "scipy")]  # of the libraries that prepare cases
 FORMAT = 4  # raise it with every change to what is computed for a key, or to how it is written
@@ -150,14 +150,10 @@ class DiskCache:
 
 def _digest(file: IO[bytes], full: bool) -> bytes:
     """Return the digest of what follows the digests of a file: of all of it, or of its size and some blocks."""
-    if full:
-        file.seek(2 * DIGEST)
-        return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
-    size = file.seek(0, os.SEEK_END)
-    digest = hashlib.sha256(b"%d" % size)
-    for block in sampled_blocks(file, size, start=2 * DIGEST):
-        digest.update(block)
-    return digest.digest()
+    if not full:
+        return sample_digest(file, start=2 * DIGEST)
+    file.seek(2 * DIGEST)
+    return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:

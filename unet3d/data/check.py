@@ -3,7 +3,7 @@
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -77,17 +77,16 @@ def check_cases(
     files = files or ImageFiles(data)
     doubts = list[Remark]()
     odd = list[Remark]()
-    with files.kept_open() if voxels else nullcontext():
-        for case in progress.track(cases, "checking cases", len(cases)):
-            header = scan_case(dataset, case, files, hashes)
-            found.headers[case.id] = header
-            found.problems += header.problems
-            found.warnings += header.warnings
-            doubts += header.doubts
-            if voxels:
-                opened = {path: files.headers[path] for path in case.files if path in files.headers}
-                odd += remarks(case, opened, oddities)
-                _read_content(found, dataset, case, files)
+    for case in progress.track(cases, "checking cases", len(cases)):
+        header = scan_case(dataset, case, files, hashes)
+        found.headers[case.id] = header
+        found.problems += header.problems
+        found.warnings += header.warnings
+        doubts += header.doubts
+        if voxels:
+            opened = {path: files.headers[path] for path in case.files if path in files.headers}
+            odd += remarks(case, opened, oddities)
+            _read_content(found, dataset, case, files)
     found.warnings += [*in_few_lines(doubts), *in_few_lines(odd)]
     if found.unknown:
         _propose_label_map(found, dataset)

@@ -64,18 +64,17 @@ def prepare_data(options: Data) -> PreparedData:
     disk = None
     if options.cache == "disk":
         disk = cache.DiskCache(cache.folder(options.cache_root), options.fingerprint == "full")
-    with files.kept_open():
-        headers = ranks.on_rank0(lambda: check_cases(dataset, cases, options, files, hashes=True).sound_headers())
-        in_memory: dict[str, PreparedCase] | None = {} if keeps else None
-        reader = CaseReader(dataset, options.spacing, cache=in_memory, disk=disk, headers=headers, files=files)
-        _load(reader, options, train, val)
-        _measure(reader, train)
-        if not options.semi:
-            if options.cache == "off":  # then of the voxels of those images that may be the same
-                digests = voxel_digests(train, val, headers, files)
-            else:
-                digests = {case.id: reader.digest(case) for case in cases}
-            raise_listed([*leaks(train, val, digests, files)])
+    headers = ranks.on_rank0(lambda: check_cases(dataset, cases, options, files, hashes=True).sound_headers())
+    in_memory: dict[str, PreparedCase] | None = {} if keeps else None
+    reader = CaseReader(dataset, options.spacing, cache=in_memory, disk=disk, headers=headers, files=files)
+    _load(reader, options, train, val)
+    _measure(reader, train)
+    if not options.semi:
+        if options.cache == "off":  # then of the voxels of those images that may be the same
+            digests = voxel_digests(train, val, headers, files)
+        else:
+            digests = {case.id: reader.digest(case) for case in cases}
+        raise_listed([*leaks(train, val, digests, files)])
     read_train, read_val = _readers(options, reader, train)
     data = PreparedData(dataset, train, val, reader, read_train, read_val, headers)
     if options.cache != "off":  # which reads nothing before the first step

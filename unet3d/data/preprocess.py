@@ -47,11 +47,13 @@ class CaseReader:
         return cached(self.cache, case, self._prepare if self.disk is None else self._map)
 
     def read_volume(self, case: Case) -> Volume:
-        """Read the volume on the network's grid, not yet normalised. Raises UserError.
+        """Read the volume on the network's grid, not yet normalised. Raises UserError, also if files have changed.
 
         Labels are classes already, and with data.nonfinite=zero NaN and infinite voxels are 0.
         """
         volume = read_volume(case, LabelValues.of_files(self.dataset), self.spacing, self.files)
+        if case.id in self.headers and have_changed(case, self.headers[case.id].hashes):
+            raise problem(case.id, case.images[0], "changed since its header was read, or its label map; start again")
         self._note(case, volume.nonfinite_voxels)
         return volume
 
@@ -70,9 +72,7 @@ class CaseReader:
             return self.foreground_of(self.read_volume(case))
         shapes: Shapes = {"voxels": (len(self.dataset.channels), None)}
         key = self.key(case, "foreground")
-        return self._on_disk(case, key, shapes, lambda: {"voxels": self.foreground_of(self.read_volume(case))})[
-            "voxels"
-        ]
+        return self.disk.read(key, shapes, lambda: {"voxels": self.foreground_of(self.read_volume(case))})["voxels"]
 
     def foreground_of(self, volume: Volume) -> np.ndarray:
         """Return foreground voxels (C, n) of a volume."""
@@ -128,19 +128,8 @@ class CaseReader:
         shape = self.grid(case).shape
         image = (len(self.dataset.channels), *shape)
         shapes: Shapes = {"image": image, **label_shapes(shape), "replaced": (), "digest": (DIGEST,)}
-        return self._on_disk(case, self.key(case), shapes, make)
-
-    def _on_disk(self, case: Case, key: str, shapes: Shapes, make: Callable[[], Arrays]) -> Arrays:
-        """Return what `disk` holds of a case, or what `make` makes of its files, if they stay. Raises UserError."""
         assert self.disk is not None
-
-        def made() -> Arrays:
-            arrays = make()
-            if have_changed(case, self.headers[case.id].hashes):
-                raise problem(case.id, case.images[0], "changed while it was prepared, or its label map; start again")
-            return arrays
-
-        return self.disk.read(key, shapes, made)
+        return self.disk.read(self.key(case), shapes, make)
 
 
 def label_shapes(shape: tuple[int, ...]) -> Shapes:
@@ -207,8 +196,7 @@ class SparseReader:
     def _masked(self, dense: PreparedCase) -> PreparedCase:
         """Return the case without the labels of other slices. Raises UserError if none is left."""
         options = self.options
-        find_mask = scored_mask if self.scored else learned_mask
-        label = dense.label.masked_fill(~find_mask(dense.label, options), IGNORE)
+        label = dense.label.masked_fill(~chosen_mask(dense.label, options, self.scored), IGNORE)
         if (label == IGNORE).all():
             purpose = "scored" if self.scored else "learned"
             remedy = "choose other numbers in data.sparse"
@@ -218,42 +206,24 @@ class SparseReader:
         return replace(dense, label=label, foreground=foreground(label.numpy()))
 
 
-def learned_mask(label: Tensor, options: Data) -> Tensor:
-    """Return which voxels of a label map X Y Z are learned from, bool X Y Z."""
-    return planes(label.shape, learned_slices(label, options))
+def chosen_mask(label: Tensor, options: Data, scored: bool) -> Tensor:
+    """Return the voxels of a label map X Y Z that are scored or learned, bool; where both cross, they are learned."""
+    mask = planes(label.shape, chosen_slices(label, options, scored))
+    return mask & ~chosen_mask(label, options, False) if scored else mask
 
 
-def scored_mask(label: Tensor, options: Data) -> Tensor:
-    """Return which voxels are scored, bool X Y Z: scored slices, but where a learned slice crosses."""
-    return planes(label.shape, scored_slices(label, options)) & ~learned_mask(label, options)
+def chosen_slices(label: Tensor, options: Data, scored: bool) -> Slices:
+    """Return the slices of data.sparse that are scored, the part data.sparse_fold, or learned, the other parts.
 
-
-def learned_slices(label: Tensor, options: Data) -> Slices:
-    """Return the slices of `options.sparse`, without the part of `options.sparse_fold`.
-
-    Neighbours belong to different parts.
+    Without parts those of data.scored and of data.sparse. Neighbours belong to different parts.
     """
     assert options.sparse is not None
-    slices = _spread(label, options.sparse, 0.5, 0)
-    if options.sparse_fold is None:
-        return slices
-    return [[n for k, n in enumerate(axis) if k % options.sparse_folds != options.sparse_fold] for axis in slices]
-
-
-def scored_slices(label: Tensor, options: Data) -> Slices:
-    """Return the slices of the part `options.sparse_fold`, or else of `options.scored`."""
-    if options.sparse_fold is None:
-        return _spread(label, options.scored, 1, 1)
-    assert options.sparse is not None
-    return [axis[options.sparse_fold :: options.sparse_folds] for axis in _spread(label, options.sparse, 0.5, 0)]
-
-
-def _spread(label: Tensor, counts: Sequence[int], first: float, more: int) -> Slices:
-    """Return slices across each axis of the foreground, so many, at shares (k + first) / (count + more) of it."""
+    fold = options.sparse_fold
+    counts, first, more = (options.scored, 1.0, 1) if scored and fold is None else (options.sparse, 0.5, 0)
     slices = Slices()
     for (low, high), count in zip(extent(label), counts, strict=True):
-        shares = [(k + first) / (count + more) for k in range(count)]
-        slices.append([round(low + share * (high - low)) for share in shares])
+        axis = [round(low + (k + first) / (count + more) * (high - low)) for k in range(count)]
+        slices.append([n for k, n in enumerate(axis) if fold is None or (k % options.sparse_folds == fold) == scored])
     return slices
 
 

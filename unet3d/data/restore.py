@@ -196,24 +196,16 @@ def largest_components(labels: np.ndarray, classes: Sequence[int]) -> np.ndarray
     """
     if not classes:
         return labels
-    from scipy.ndimage import find_objects
+    from scipy.ndimage import find_objects, generate_binary_structure, label
 
     cleaned = labels.copy()
     for number, bounds in enumerate(find_objects(labels, max_label=max(classes)), start=1):
         if number in classes and bounds is not None:
-            cleaned[bounds][_stray(labels[bounds] == number)] = BACKGROUND
+            components, _ = label(labels[bounds] == number, generate_binary_structure(3, 3))
+            sizes = np.bincount(components.ravel())
+            sizes[BACKGROUND] = 0
+            cleaned[bounds][(components != BACKGROUND) & (components != sizes.argmax())] = BACKGROUND
     return cleaned
-
-
-def _stray(mask: np.ndarray) -> np.ndarray:
-    """Return the voxels of a mask (X, Y, Z) that are not in its largest component."""
-    from scipy.ndimage import generate_binary_structure, label
-
-    components, _ = label(mask, generate_binary_structure(3, 3))
-    sizes = np.bincount(components.ravel())
-    sizes[BACKGROUND] = 0
-    stray: np.ndarray = mask & (components != sizes.argmax())
-    return stray
 
 
 @quiet_nibabel()
@@ -312,31 +304,36 @@ def are_paths(image: ImageLike) -> bool:
 
 def _as_nifti(image: ImageLike, spacing: Sequence[float] | None, affine: Any, channels: int) -> nib.Nifti1Image:
     """Return an array or an image of nibabel as an image to save. Raises UserError."""
-    if isinstance(image, np.ndarray):
-        if image.ndim not in (3, 4) or image.dtype.kind not in "buif":
-            raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {image.dtype} of shape {image.shape}")
-        _refuse_masked(image)
-        if image.ndim == 4 and image.shape[0] != channels and image.shape[-1] == 1:
-            image = image[..., 0]  # as a file's is read
-        elif image.ndim == 4 and image.shape[0] != channels and image.shape[-1] == channels:
-            what = f"an array of shape {image.shape} has its channels last"
-            raise UserError(f"segment: {what}; give C X Y Z: numpy.moveaxis(image, -1, 0)")
-        voxels = image if image.ndim == 3 else np.moveaxis(image, 0, -1)
-        return _nifti(voxels, _affine_of_array(spacing, affine))
-    if not isinstance(image, nib.spatialimages.SpatialImage):
+    is_array = isinstance(image, np.ndarray)
+    if not is_array and not isinstance(image, nib.spatialimages.SpatialImage):
         what = f"not {type(image).__name__}: give a NumPy array, an image of nibabel or the paths of files"
         raise UserError(f"segment: {what}")
-    stored_type = image.get_data_dtype()
-    if stored_type.kind not in "buif":
-        raise UserError(f"segment: give an image of numbers, not of {stored_type}")
+    voxels = image if is_array else image.dataobj
+    kind = image.dtype if is_array else image.get_data_dtype()
+    if kind.kind not in "buif" or (is_array and image.ndim not in (3, 4)):
+        raise UserError(f"segment: give numbers X Y Z, or C X Y Z, not {kind} of shape {image.shape}")
+    if np.ma.is_masked(voxels):  # a file of them would show what is below the mask
+        raise UserError("segment: some voxels are masked, and would count as what is below; give image.filled(VALUE)")
+    if is_array:
+        return _nifti(_channels_last(voxels, channels), _affine_of_array(spacing, affine))
     if spacing is not None:
         raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
-    _refuse_masked(image.dataobj)
-    is_of_file = nib.is_proxy(image.dataobj)
-    if isinstance(image, nib.Nifti1Image) and (is_of_file or image.dataobj.dtype == stored_type):
+    if isinstance(image, nib.Nifti1Image) and (nib.is_proxy(voxels) or voxels.dtype == kind):
         return image
     # Saved as it is, an array in memory would be rounded to the type of the header.
-    return _nifti(np.asanyarray(image.dataobj), image.affine)
+    return _nifti(np.asanyarray(voxels), image.affine)
+
+
+def _channels_last(voxels: np.ndarray, channels: int) -> np.ndarray:
+    """Return an array X Y Z or C X Y Z with its channels where a file has them. Raises UserError."""
+    if voxels.ndim == 3:
+        return voxels
+    if len(voxels) != channels and voxels.shape[-1] == 1:
+        return voxels[..., 0]  # as a file's is read
+    if len(voxels) != channels == voxels.shape[-1]:
+        what = f"an array of shape {voxels.shape} has its channels last"
+        raise UserError(f"segment: {what}; give C X Y Z: numpy.moveaxis(image, -1, 0)")
+    return np.moveaxis(voxels, 0, -1)
 
 
 def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray:
@@ -344,39 +341,23 @@ def _affine_of_array(spacing: Sequence[float] | None, affine: Any) -> np.ndarray
 
     Raises UserError.
     """
-    if affine is None:
-        return np.diag([*_lengths(spacing), 1.0])
-    if spacing is not None:
+    if affine is not None and spacing is not None:
         raise UserError("segment: an affine holds the spacing; leave out spacing")
     try:
-        if np.iscomplexobj(affine):
-            raise TypeError("its numbers are complex")
-        matrix = np.asarray(affine, float)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"segment: affine: {error}; give 4 x 4 numbers, as of nibabel") from error
+        given = np.array(spacing if affine is None else affine)
+    except ValueError:  # rows of several lengths
+        given = np.empty(0)
+    matrix = given.astype(float) if given.dtype.kind in "buif" else np.empty(0)
+    if affine is None:
+        if matrix.shape != (3,) or not ((matrix >= SMALLEST) & (matrix <= LARGEST)).all():
+            what = f"three numbers from {SMALLEST:g} to {LARGEST:g}, such as (1, 1, 2.5)"
+            raise UserError(f"segment: an array needs its affine, or its spacing in mm, {what}, not {spacing}")
+        return np.diag([*matrix, 1.0])
     is_affine = matrix.shape == (4, 4) and np.isfinite(matrix).all() and np.array_equal(matrix[3], [0, 0, 0, 1])
     if not is_affine or np.linalg.matrix_rank(matrix) < 4:
         what = "4 x 4 finite numbers that can be inverted, the last row 0 0 0 1"
-        raise UserError(f"segment: an affine is {what}, not {matrix.tolist()}")
+        raise UserError(f"segment: an affine is {what}, not {given.tolist()}")
     return matrix
-
-
-def _lengths(spacing: object) -> list[float]:
-    """Return the spacing (mm) as numbers. Raises UserError."""
-    try:
-        lengths = [float(length) for length in spacing if not isinstance(length, str)]  # type: ignore[attr-defined]
-    except (TypeError, ValueError, OverflowError):
-        lengths = []
-    if len(lengths) != 3 or not all(SMALLEST <= length <= LARGEST for length in lengths):
-        what = f"three numbers from {SMALLEST:g} to {LARGEST:g}, such as (1, 1, 2.5)"
-        raise UserError(f"segment: an array needs its affine, or its spacing in mm, {what}, not {spacing}")
-    return lengths
-
-
-def _refuse_masked(voxels: object) -> None:
-    """Raise UserError for voxels that a mask hides: a file of them would show what is below it."""
-    if np.ma.is_masked(voxels):
-        raise UserError("segment: some voxels are masked, and would count as what is below; give image.filled(VALUE)")
 
 
 def _nifti(voxels: np.ndarray, affine: np.ndarray) -> nib.Nifti1Image:

@@ -1,7 +1,7 @@
 """One scan of a data set: each file is opened once for its header and its hash, and no voxel is read.
 
-Up to 256 files then stay open for the reading of their voxels: header, hash and voxels come from the same bytes.
-Held-out cases that training sees, too, are found by their voxels, one volume in memory at a time.
+Files whose hashes are others once their voxels were read are refused. Held-out cases that training sees, too, are
+found by their voxels, one volume in memory at a time.
 """
 
 import hashlib
@@ -35,25 +35,25 @@ Hashes = dict[str, list[Any]]
 Size = tuple[int, ...]  # channels, and voxels along the axes in ascending order
 
 
-def sampled_blocks(stream: IO[bytes], size: int, start: int = 0) -> Iterator[bytes]:
-    """Yield BLOCKS blocks, evenly spread over an open file of this size, from byte `start` on."""
+def sample_digest(stream: IO[bytes], start: int = 0) -> bytes:
+    """Return the digest of an open file's size, and of BLOCKS blocks evenly spread over it from byte `start` on."""
+    size = stream.seek(0, os.SEEK_END)
+    digest = hashlib.sha256(b"%d" % size)
     for place in np.linspace(start, max(size - BLOCK, start), BLOCKS, dtype=int):
         stream.seek(place)
-        yield stream.read(BLOCK)
+        digest.update(stream.read(BLOCK))
+    return digest.digest()
 
 
 def hashes_of(stream: BinaryIO, name: str, full: bool) -> Hashes:
     """Return the hashes of a file, open at any place, of this name. Raises OSError."""
     status = os.fstat(stream.fileno())
-    size = status.st_size
-    sample = hashlib.sha256(b"%d" % size)
-    for block in sampled_blocks(stream, size):
-        sample.update(block)
+    sample = sample_digest(stream).hex()
     stream.seek(0)
     whole = [hashlib.file_digest(stream, "sha256").hexdigest()] if full else []  # type: ignore[arg-type]
     # A gzip file ends with the checksum of its whole content, so its last block settles it.
-    is_settled = size <= BLOCK * BLOCKS or nifti.is_compressed(name)
-    return {"sample": [sample.hexdigest()], "full": whole, "times": [] if is_settled else [status.st_mtime_ns]}
+    is_settled = status.st_size <= BLOCK * BLOCKS or nifti.is_compressed(name)
+    return {"sample": [sample], "full": whole, "times": [] if is_settled else [status.st_mtime_ns]}
 
 
 def joined(hashes: Sequence[Hashes]) -> Hashes:
@@ -106,7 +106,7 @@ def scan_case(dataset: DatasetInfo, case: Case, files: ImageFiles, hashes: bool 
     target = None
     for path in case.files:
         try:
-            with files.opened(case, path, keep=True) as file:
+            with files.opened(case, path) as file:
                 headers[path] = file.image
                 if hashes:
                     one = hashes_of(file.stream, path.name, files.options.fingerprint == "full")

@@ -3,13 +3,12 @@
 Also where voxels lie: the grid of a file, the one that the network sees, and resampling between them.
 """
 
-import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -43,8 +42,6 @@ SHARE_DIGITS = 4  # to which the shares of labels are rounded, so that ties are 
 CUBIC = 3  # splines of images: linear ones blur, by how much depends on where the new voxels lie
 LINEAR = 1
 Headers = Mapping[Path, nib.Nifti1Image]  # headers of files, by path
-MAX_KEPT_OPEN = 256  # files between their scan and the reading of their voxels; others are opened again
-SHARE_OF_LIMIT = 4  # and at most a quarter of the files that the process may have open
 ROUNDING = 1e-6  # float32's relative rounding of a scaled label
 QUANTUM = 1e-3  # the largest rounding of a label to a file's integers
 LABELS_LISTED = 5  # unknown labels in a message
@@ -198,10 +195,10 @@ def drawn(probabilities: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 class ImageFiles:
-    """The NIfTI files that this process has opened: their headers, and streams of those whose voxels are yet unread.
+    """The NIfTI files that this process has opened, by their headers.
 
     The options say which of their faults are accepted: voxels that are not finite (as 0), files that lie apart in
-    space. A copy in another process is empty, and opens the files again.
+    space.
     """
 
     def __init__(self, options: Data | None = None) -> None:
@@ -209,40 +206,13 @@ class ImageFiles:
         self.replaces_nonfinite = self.options.nonfinite == "zero"
         self.accepts_apart = self.options.affine_check == "warn"
         self.headers = dict[Path, nib.Nifti1Image]()  # as images without voxels
-        self._streams = dict[Path, BinaryIO]()
-        self._limit = 0
-
-    def __reduce__(self) -> tuple[type["ImageFiles"], tuple[Data]]:
-        return ImageFiles, (self.options,)
 
     @contextmanager
-    def kept_open(self) -> Iterator[None]:
-        """Keep files that are opened within open until their voxels are read, or until the end."""
-        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limit = MAX_KEPT_OPEN
-        if soft_limit != resource.RLIM_INFINITY:
-            self._limit = min(MAX_KEPT_OPEN, soft_limit // SHARE_OF_LIMIT)
-        try:
-            yield
-        finally:
-            self._limit = 0
-            while self._streams:
-                self._streams.popitem()[1].close()
-
-    @contextmanager
-    def opened(self, case: Case, path: Path, keep: bool = False) -> Iterator[OpenFile]:
-        """Open a file within, unless it is still open; `keep`: it may stay open for its voxels. Raises UserError."""
-        stream = self._streams.pop(path, None)
-        with ExitStack() as stack:
-            if stream is None:
-                stream = stack.enter_context(nifti.open_file(case.id, path))
-                self.headers[path] = nifti.read_header(case.id, path, stream, case.affine)
-            else:
-                stack.enter_context(stream)
+    def opened(self, case: Case, path: Path) -> Iterator[OpenFile]:
+        """Open a file within. Raises UserError."""
+        with nifti.open_file(case.id, path) as stream:
+            self.headers[path] = nifti.read_header(case.id, path, stream, case.affine)
             yield OpenFile(case.id, path, self.headers[path], stream)
-            if keep and len(self._streams) < self._limit:
-                self._streams[path] = stream
-                stack.pop_all()
 
     def header(self, case: Case, path: Path) -> nib.Nifti1Image:
         """Return the header of a file as an image, as it was when the file was opened last. Raises UserError."""
@@ -289,10 +259,7 @@ class Volume(NamedTuple):
 def read_volume(
     case: Case, values: LabelValues, spacing: Sequence[float] | None, files: ImageFiles | None = None
 ) -> Volume:
-    """Return the case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked.
-
-    Reads from `files` where they are still open since their scan. Raises UserError.
-    """
+    """Return the case with RAS+ axes and this `spacing` (mm; None: as stored), its labels checked. Raises UserError."""
     files = files or ImageFiles()
     with ExitStack() as stack:
         opened = {path: stack.enter_context(files.opened(case, path)) for path in case.files}

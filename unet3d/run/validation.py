@@ -22,7 +22,7 @@ from unet3d.config.schema import Config, Loss
 from unet3d.config.schema import Data as Options
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.prepare import PreparedData, Read
-from unet3d.data.preprocess import extent, scored_slices
+from unet3d.data.preprocess import chosen_slices, extent
 from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.memory import remedies
@@ -252,7 +252,7 @@ class Validator:
         where = None
         if self.config.data.semi:
             layers = {"learned": self.data.read_train(case).label.numpy()} | layers
-            slices = scored_slices(prepared.label, self.config.data)
+            slices = chosen_slices(prepared.label, self.config.data, scored=True)
             where = [(low + high) // 2 for low, high in extent(prepared.label)]
             for axis, indices in enumerate(slices):
                 distances = {index: abs(index - where[axis]) for index in indices}
