@@ -287,7 +287,7 @@ def test_nnunet_layout(tmp_path: Path) -> None:
         ({"channel_names": {str(n): "MR" for n in range(50_000)}}, ['"channel_names"', " 50,000 ", " 3 cases", " 6;"]),
         ({"labels": {"background": 0, "a" * 10**6: 1}}, ['"labels"', " 1,000,000 ", " 250 "]),
         ({"file_ending": ".png"}, ['"file_ending"', "'.png'", ".nii.gz"]),
-        ({"file_ending": "nii.gz"}, ['"file_ending"', "'nii.gz'; write it with its dot, '.nii.gz'"]),
+        ({"file_ending": "nii.gz"}, ['"file_ending"', "'nii.gz'; write '.nii.gz' or '.nii'"]),
         ({"file_ending": "*.nii.gz"}, ['"file_ending"', "'*.nii.gz'; write '.nii.gz' or '.nii'"]),
         ({"file_ending": None}, ['"file_ending"', "string"]),
     ],

@@ -4,11 +4,10 @@ A file, or a part of their names, says which cases belong together.
 """
 
 import csv
-import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ TABLES = (".csv", ".tsv")  # endings of a table, which may have another
 COLUMNS = ("case", "group")  # of a table
 PLAIN = re.compile(r"[\w./ -]+")  # what is rather a file's name than an expression
 DELIMITERS = ",;\t"  # of spreadsheets, by their language
+BLANK = f"{DELIMITERS} "  # what a line without a cell is of
 EXAMPLE = "a CSV file with the columns case,group, a JSON file {case: group}, or an expression such as '^[^_]+'"
 
 
@@ -194,41 +194,31 @@ def absences(
 
 def group_of_cases(ids: Sequence[str], option: str) -> dict[str, str]:
     """Return the group of each case by its id, as `option`, the value of data.groups, says. Raises UserError."""
+    where = f"data.groups={option}"
     path = Path(option)
     ending = path.suffix.lower()
-    if ending == ".json":
-        pairs: Iterable[tuple[str, object]] = read_json(path).items()
-    elif ending in TABLES or os.path.isfile(option):
-        pairs = _rows(path)
-    else:
+    if ending not in (*TABLES, ".json") and not path.is_file():
         return _matched(ids, option)
     listed = dict[str, str]()
-    for name, group in pairs:
+    for name, group in read_json(path).items() if ending == ".json" else _rows(path, where):
         case_id = known_id(name, ids) or name
         if isinstance(group, bool) or not isinstance(group, str | int) or group == "":
-            raise _of_groups(path, f"the group of {shown(case_id)} is {shown(group)}; give a name or a number")
+            raise UserError(f"{where}: the group of {shown(case_id)} is {shown(group)}; give a name or a number")
         if listed.setdefault(case_id, str(group)) != str(group):  # a row for each channel's file says the same
-            raise _of_groups(path, f"{shown(case_id)} is there twice, in two groups; name each case once")
+            raise UserError(f"{where}: {shown(case_id)} is there twice, in two groups; name each case once")
     missing = [case_id for case_id in ids if case_id not in listed]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        what = f"has no group for {shown(missing[0])}{more}; each labelled case needs one"
         others = [name for name in listed if name not in ids]
-        found = f"; it names {shown(others[0])}" if others else ""
-        raise _of_groups(path, what + found)
-    groups = {case_id: listed[case_id] for case_id in ids}
+        found = f"; it names {_some(others)}" if others else ""
+        raise UserError(f"{where}: has no group for {_some(missing)}; each labelled case needs one{found}")
     seen = dict[str, str]()
-    for name in groups.values():  # which may differ in capitals, in how an accent is stored, or as 1 and 1.0 do
+    for case_id in ids:  # groups may differ in capitals, in how an accent is stored, or as 1 and 1.0 do
+        name = listed[case_id]
         folded = unicodedata.normalize("NFKC", name).casefold()
         other = seen.setdefault(re.sub(r"^(\d+)\.0+$", r"\1", folded), name)
         if other != name:
-            raise _of_groups(path, f"{shown(other)} and {shown(name)} are two groups; write one name alike")
-    return groups
-
-
-def _of_groups(path: object, what: str) -> UserError:
-    """Return the error for the value of data.groups."""
-    return UserError(f"data.groups={path}: {what}")
+            raise UserError(f"{where}: {shown(other)} and {shown(name)} are two groups; write one name alike")
+    return {case_id: listed[case_id] for case_id in ids}
 
 
 def known_id(name: object, ids: Collection[str]) -> str | None:
@@ -264,24 +254,22 @@ def _matched(ids: Sequence[str], expression: str) -> dict[str, str]:
     return groups
 
 
-def _rows(path: Path) -> Iterator[tuple[str, str]]:
+def _rows(path: Path, where: str) -> Iterator[tuple[str, str]]:
     """Yield the case and the group of each row of a table, whose heads may be capitals. Raises UserError."""
     if not path.is_file():
-        raise _of_groups(path, f"no such file; give {EXAMPLE}")
-    text = decoded(read_bytes(path), "replace")
-    lines = [line for line in text.splitlines() if not line.startswith("sep=")]  # a spreadsheet's
-    head = next((line for line in lines if line.strip()), "")
-    delimiter = max(DELIMITERS, key=head.count)
+        raise UserError(f"{where}: no such file; give {EXAMPLE}")
+    lines = decoded(read_bytes(path), "replace").splitlines()
+    lines = [line for line in lines if line.strip(BLANK) and not line.startswith("sep=")]  # a spreadsheet's
+    head = lines[0] if lines else ""
     try:
-        rows = list(csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
+        rows = list(csv.reader(lines, delimiter=max(DELIMITERS, key=head.count), skipinitialspace=True))
     except csv.Error as error:
-        raise _of_groups(path, f"not readable as a table ({error}); repair it") from error
-    cells = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
-    heads = [cell.lower() for cell in cells[0]] if cells else []
+        raise UserError(f"{where}: not readable as a table ({error}); repair it") from error
+    heads = [cell.strip().lower() for row in rows[:1] for cell in row]
     absent = [column for column in COLUMNS if heads.count(column) != 1]
-    if absent or len(cells) < 2:
+    if absent or len(rows) < 2:
         problem = f"has no column {' and no '.join(absent)}" if absent else "has no row below it"
-        raise _of_groups(path, f"its first line, {shown(head)}, {problem}; give {EXAMPLE}")
-    for row in cells[1:]:
-        case_id, group = (row[place] if place < len(row) else "" for place in map(heads.index, COLUMNS))
+        raise UserError(f"{where}: its first line, {shown(head)}, {problem}; give {EXAMPLE}")
+    for row in rows[1:]:
+        case_id, group = (row[place].strip() if place < len(row) else "" for place in map(heads.index, COLUMNS))
         yield case_id, group

@@ -116,14 +116,10 @@ class DatasetJson:
     def file_ending(self) -> str:
         """Return the ending that volumes are to have. Raises UserError for one that is not NIfTI's."""
         ending: str = self.field("file_ending", str)
-        if ending.lower() in NIFTI_ENDINGS:
-            return ending
-        remedy = f"convert the volumes to {' or '.join(NIFTI_ENDINGS)}"
-        if f".{ending.lower()}" in NIFTI_ENDINGS:
-            remedy = f"write it with its dot, {shown(f'.{ending}')}"
-        elif ending.lower().endswith(("gz", "nii")):
-            remedy = f"write {' or '.join(map(shown, NIFTI_ENDINGS))}"
-        raise self.error(f'"file_ending" is {shown(ending)}; {remedy}')
+        if ending.lower() not in NIFTI_ENDINGS:
+            remedy = f"write {' or '.join(map(shown, NIFTI_ENDINGS))}, and convert volumes of other formats"
+            raise self.error(f'"file_ending" is {shown(ending)}; {remedy}')
+        return ending
 
 
 def _as_json(fields: Mapping[Any, Any]) -> str:
