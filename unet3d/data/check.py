@@ -144,8 +144,7 @@ def _propose_label_map(found: DatasetCheck, dataset: DatasetInfo) -> None:
     if dataset.relabel is not None:  # which `known` have gone through
         known = {old for old, new in dataset.relabel.items() if new in known}
     labels |= known if labels else set()
-    names = dataset.classes if dataset.regions is None else ()
-    found.options = options_for(labels, dataset.label_count, dataset.relabel, names)
+    found.options = options_for(labels, dataset.label_count, dataset.relabel, LabelValues.of_files(dataset).names)
     if not found.options:
         return
     remedy = f"add {shlex.join(found.options)}"

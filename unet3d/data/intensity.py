@@ -58,11 +58,9 @@ def intensity_rules(choice: str, channels: Sequence[str], foreground: Iterable[n
     if not values.size:
         what = "no training case has a foreground voxel to take the scale from"
         raise UserError(f"data.intensity=ct: {what}; use zscore")
-    rules = list[Intensity]()
-    for name, channel, kind in zip(channels, values, kinds, strict=True):
-        where = f" in channel {name}" if len(channels) > 1 else ""
-        rules.append(_ct(channel, where) if kind == "ct" else Intensity(kind))
-    return tuple(rules)
+    places = [f" in channel {name}" if len(channels) > 1 else "" for name in channels]
+    triples = zip(kinds, values, places, strict=True)
+    return tuple(_ct(channel, where) if kind == "ct" else Intensity(kind) for kind, channel, where in triples)
 
 
 def _ct(values: np.ndarray, where: str) -> Intensity:

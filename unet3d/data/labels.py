@@ -129,15 +129,6 @@ def written_words(data: Data, names: Sequence[str], regions: Regions | None) -> 
     return shown_names(words, LONGEST_LINE)
 
 
-def proposal(occurring: Collection[int], classes: int, relabel: Relabel = None) -> str:
-    """Return the option that makes these labels of a file fit `classes`; "" for what cannot, or where others decide."""
-    sources = _sources({*occurring}, classes, relabel)
-    if not sources or (relabel is not None and 0 not in sources):  # a class that is not in this file may be in others
-        return ""
-    more = relabel is None and len(sources) >= classes
-    return as_option(sources) + (f" and {len(sources) + 1} names in data.classes" if more else "")
-
-
 def options_for(occurring: Collection[int], classes: int, relabel: Relabel, names: Sequence[str]) -> tuple[str, ...]:
     """Return the options that make these labels of files classes, as plain words; () for what cannot be classes.
 

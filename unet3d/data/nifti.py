@@ -36,8 +36,6 @@ MAX_OFFSET = 2**26  # bytes before the voxels: a small gzip file may hold gigaby
 MAX_TRAILING = 2**20  # bytes behind the voxels
 GREYS = 256  # steps that float32 must leave in an image's range
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
-# By the header's own length, which also gives the byte order: class, place of the magic, magic.
-FORMATS = {348: (nib.Nifti1Image, slice(344, 348), b"n+1\0"), 540: (nib.Nifti2Image, slice(4, 8), b"n+2\0")}
 FORMS = ("sform", "qform", "pixdim")  # of an affine: the first that a header has counts, as in nibabel
 DECIDES = "data.affine=sform, qform or pixdim decides"
 MM = (0, 2)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
@@ -187,14 +185,13 @@ def read_header(case_id: str, path: Path, stream: BinaryIO, form: str = "auto") 
 def _stored_header(path: Path, stream: BinaryIO) -> tuple[type[nib.Nifti1Image], nib.Nifti1Header]:
     """Return the kind of image and its header as stored. Reads no more than the header."""
     with _content(path, stream) as content:
-        block = content.read(max(FORMATS))
-    for order, name in (("<", "little"), (">", "big")):
-        length = int.from_bytes(block[:4], name)  # type: ignore[arg-type]
-        if length not in FORMATS or len(block) < length:
-            continue
-        kind, place, magic = FORMATS[length]
-        if block[place] == magic:
-            return kind, kind.header_class(block[:length], order, check=False)
+        block = content.read(nib.Nifti2Header.sizeof_hdr)  # the longer one
+    for kind in (nib.Nifti1Image, nib.Nifti2Image):
+        header_class = kind.header_class
+        if header_class.may_contain_header(block):
+            header = header_class(block[: header_class.sizeof_hdr], check=False)
+            if header["magic"] == header_class.single_magic and header["sizeof_hdr"] == header_class.sizeof_hdr:
+                return kind, header
     raise ImageFileError("no NIfTI-1 or NIfTI-2 header")
 
 

@@ -23,7 +23,7 @@ from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise
 from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
 from unet3d.data.scan import DIGEST, CaseHeader, have_changed, image_digest
-from unet3d.data.volume import Grid, ImageFiles, LabelValues, Volume, messages, read_volume
+from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, Volume, read_volume
 
 T = TypeVar("T")
 Slices = list[list[int]]  # indices along each axis
@@ -81,9 +81,8 @@ class CaseReader:
 
     def key(self, case: Case, *about: object) -> str:
         """Return the name on disk of what is prepared from this case by the reader's options, and `about`."""
-        hashes = list[object]()
-        for of_files in self.headers[case.id].hashes.values():
-            hashes.append(of_files["full"] or [of_files["sample"], of_files["times"]])
+        parts = self.headers[case.id].hashes.values()
+        hashes = [part["full"] or [part["sample"], part["times"]] for part in parts]
         relabel = sorted((self.dataset.relabel or {}).items())
         labels = (self.dataset.label_count, self.dataset.ignore, relabel)
         accepted = (self.files.replaces_nonfinite, self.files.accepts_apart)
@@ -166,7 +165,12 @@ def usable(
             problems.append(error)
         else:
             yield case, result
-    raise_listed(messages(problems))
+    lines = [*map(str, problems)]
+    unknown = sum(isinstance(error, UnknownLabels) for error in problems)
+    if unknown > 1:  # what suits one map may not suit another
+        what = "python -m unet3d check-data looks at all maps, and says what suits them"
+        lines.insert(0, f"{unknown} label maps hold other labels: {what}")
+    raise_listed(lines)
 
 
 @dataclass(frozen=True)

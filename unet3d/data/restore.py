@@ -38,8 +38,7 @@ from unet3d.data.volume import Grid, canonical_grid, drawn, likeliest, target_gr
 
 BACKGROUND = 0
 LEVEL = 6  # of gzip; 9, Python's own, takes ten times as long on a noisy label map, whose file is then 5% smaller
-# Called with a class and the number of classes; returns the array (X, Y, Z) for that class's probabilities.
-ProbabilityMaps = Callable[[int, int], np.ndarray]
+ProbabilityMaps = Callable[[int], np.ndarray]  # called with a class: the array (X, Y, Z) for its probabilities
 Box = tuple[slice, ...]  # of a volume (X, Y, Z)
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of images or paths, one a channel
 
@@ -122,17 +121,17 @@ def to_original(
         if splines is not None:
             box, maps = splines.resampled(strip)
         if open_scores is not None:
-            maps = _written(maps, open_scores, axes, box, len(strip.probabilities))
+            maps = _written(maps, open_scores, axes, box)
         apply_orientation(labels, axes)[box] = _decided(maps, regions)  # a view
     return labels
 
 
 def _written(
-    maps: Iterable[np.ndarray], open_scores: ProbabilityMaps, axes: np.ndarray, box: Box, classes: int
+    maps: Iterable[np.ndarray], open_scores: ProbabilityMaps, axes: np.ndarray, box: Box
 ) -> Iterator[np.ndarray]:
     """Yield maps of the classes in a box, once they are written to the scores, which have these axes."""
     for label, class_map in enumerate(maps):
-        apply_orientation(open_scores(label, classes), axes)[box] = class_map
+        apply_orientation(open_scores(label), axes)[box] = class_map
         yield class_map
 
 
@@ -229,28 +228,23 @@ def _header_like(source: nib.Nifti1Image, kind: np.dtype | type) -> nib.Nifti1He
 
 
 @contextmanager
-def saving_scores(path: Path, like: nib.Nifti1Image) -> Iterator[Callable[[int, int], np.ndarray]]:
+def saving_scores(path: Path, like: nib.Nifti1Image, classes: int) -> Iterator[ProbabilityMaps]:
     """Write float32 scores (X, Y, Z, K) on the grid of the image `like` to `path` (.nii). Raises UserError, OSError.
 
-    Yields `open_scores(label, classes)`, which returns a memory map (X, Y, Z) of that class.
+    Yields `open_scores(label)`, which returns a memory map (X, Y, Z) of that class.
     """
     header = _header_like(like, np.float32)
     shape = like.shape[:3]
     offset = header.single_vox_offset
     header["vox_offset"] = offset
+    header.set_data_shape((*shape, classes))
     class_bytes = 4 * prod(shape)
     with replacing(path) as file:
-
-        def open_scores(label: int, classes: int) -> np.ndarray:
-            if not file.tell():
-                header.set_data_shape((*shape, classes))
-                header.write_to(file)
-                file.flush()
-                # on a disk that fills later, a write to mapped memory would kill the process
-                os.posix_fallocate(file.fileno(), 0, offset + class_bytes * classes)
-            return np.memmap(file, header.get_data_dtype(), "r+", offset + class_bytes * label, shape, "F")
-
-        yield open_scores
+        header.write_to(file)
+        file.flush()
+        # on a disk that fills later, a write to mapped memory would kill the process
+        os.posix_fallocate(file.fileno(), 0, offset + class_bytes * classes)
+        yield lambda label: np.memmap(file, header.get_data_dtype(), "r+", offset + class_bytes * label, shape, "F")
 
 
 @quiet_nibabel()
@@ -384,16 +378,6 @@ def returned(image: ImageLike, voxels: np.ndarray, case: Case) -> np.ndarray | n
     return type(made)(made.dataobj, affine, made.header)
 
 
-class Probabilities:
-    """Probabilities (K, X, Y, Z) of a case, float32, in memory: `open_scores` of `to_original`."""
-
-    def __init__(self, case: Case) -> None:
-        self._shape = open_image(case.id, case.images[0], case.affine).shape[:3]
-        self.scores = np.empty(0, np.float32)
-
-    def __call__(self, label: int, classes: int) -> np.ndarray:
-        """Return the part of a class, to write to."""
-        if not self.scores.size:
-            self.scores = np.zeros((classes, *self._shape), np.float32)
-        part: np.ndarray = self.scores[label]
-        return part
+def no_probabilities(case: Case, classes: int) -> np.ndarray:
+    """Return zeros (K, X, Y, Z), float32, for the probabilities of a case on its file's grid. Raises UserError."""
+    return np.zeros((classes, *open_image(case.id, case.images[0], case.affine).shape[:3]), np.float32)

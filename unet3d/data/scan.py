@@ -1,4 +1,4 @@
-"""One scan of a data set: each file is opened once for its header and its hash, and no voxel is read.
+"""One scan of a data set: headers and hashes of its files, and no voxel is read.
 
 Files whose hashes are others once their voxels were read are refused. Held-out cases that training sees, too, are
 found by their voxels, one volume in memory at a time.
@@ -8,10 +8,9 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from itertools import chain, islice, permutations, product
+from itertools import chain, permutations, product
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import nibabel as nib
 import numpy as np
@@ -45,29 +44,20 @@ def sample_digest(stream: IO[bytes], start: int = 0) -> bytes:
     return digest.digest()
 
 
-def hashes_of(stream: BinaryIO, name: str, full: bool) -> Hashes:
-    """Return the hashes of a file, open at any place, of this name. Raises OSError."""
-    status = os.fstat(stream.fileno())
-    sample = sample_digest(stream).hex()
-    stream.seek(0)
-    whole = [hashlib.file_digest(stream, "sha256").hexdigest()] if full else []  # type: ignore[arg-type]
-    # A gzip file ends with the checksum of its whole content, so its last block settles it.
-    is_settled = status.st_size <= BLOCK * BLOCKS or nifti.is_compressed(name)
-    return {"sample": [sample], "full": whole, "times": [] if is_settled else [status.st_mtime_ns]}
-
-
-def joined(hashes: Sequence[Hashes]) -> Hashes:
-    """Return the hashes of several files."""
-    return {kind: [one for of_file in hashes for one in of_file[kind]] for kind in ("sample", "full", "times")}
-
-
-def file_hashes(paths: Sequence[Path]) -> Hashes:
-    """Return the hashes of samples of several files. Raises OSError, and ValueError for what is no file."""
-    hashes = list[Hashes]()
+def file_hashes(paths: Iterable[Path], full: bool = False) -> Hashes:
+    """Return the hashes of several files. Raises OSError, and ValueError for what is no file."""
+    found: Hashes = {"sample": [], "full": [], "times": []}
     for path in paths:
         with open_regular(path) as stream:
-            hashes.append(hashes_of(stream, path.name, full=False))
-    return joined(hashes)
+            found["sample"].append(sample_digest(stream).hex())
+            if full:
+                stream.seek(0)
+                found["full"].append(hashlib.file_digest(stream, "sha256").hexdigest())
+            status = os.fstat(stream.fileno())
+            # A gzip file ends with the checksum of its whole content, so its last block settles it.
+            if status.st_size > BLOCK * BLOCKS and not nifti.is_compressed(path.name):
+                found["times"].append(status.st_mtime_ns)
+    return found
 
 
 def have_changed(case: Case, before: Mapping[str, Hashes]) -> bool:
@@ -76,8 +66,7 @@ def have_changed(case: Case, before: Mapping[str, Hashes]) -> bool:
         now = file_hashes(case.files)
     except (OSError, ValueError) as error:
         raise problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
-    then = joined([*before.values()])
-    return any(now[kind] != then[kind] for kind in ("sample", "times"))
+    return any(now[kind] != [*chain(*(part[kind] for part in before.values()))] for kind in ("sample", "times"))
 
 
 class CaseHeader(NamedTuple):
@@ -100,7 +89,6 @@ class CaseHeader(NamedTuple):
 
 def scan_case(dataset: DatasetInfo, case: Case, files: ImageFiles, hashes: bool = False) -> CaseHeader:
     """Return what the headers of a case's files say, with `hashes` as data.fingerprint has them."""
-    found: dict[str, list[Hashes]] = {"images": [], "labels": []}
     headers = dict[Path, nib.Nifti1Image]()
     problems = list[str]()
     target = None
@@ -108,21 +96,23 @@ def scan_case(dataset: DatasetInfo, case: Case, files: ImageFiles, hashes: bool 
         try:
             with files.opened(case, path) as file:
                 headers[path] = file.image
-                if hashes:
-                    one = hashes_of(file.stream, path.name, files.options.fingerprint == "full")
-                    found["labels" if path == case.label else "images"].append(one)
             if path == case.images[0]:
                 target = target_grid(case, headers[path], files.options.spacing)
         except UserError as error:
             problems.append(str(error))
-        except OSError as error:
-            problems.append(str(problem(case.id, path, f"cannot be read ({error})")))
     warnings = list[str]()
     for misfit, is_accepted in contradictions(case, headers, files.accepts_apart):
         (warnings if is_accepted else problems).append(str(misfit))
     channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
     if not problems and channels != len(dataset.channels):
         problems.append(str(_wrong_channels(dataset, case, channels)))
+    found = dict[str, Hashes]()
+    if hashes and not problems:
+        try:
+            for part, paths in (("images", case.images), ("labels", case.files[len(case.images) :])):
+                found[part] = file_hashes(paths, files.options.fingerprint == "full")
+        except (OSError, ValueError) as error:
+            problems.append(f"{case.named}: cannot be read, or another file of the case ({error})")
     first = headers.get(case.images[0])
     return CaseHeader(
         stored=None if first is None else canonical_grid(first),
@@ -132,7 +122,7 @@ def scan_case(dataset: DatasetInfo, case: Case, files: ImageFiles, hashes: bool 
         problems=_bounded(case, problems),
         warnings=_bounded(case, warnings),
         doubts=remarks(case, headers, nifti.doubts),
-        hashes={kind: joined(of_files) for kind, of_files in found.items()} if hashes and not problems else {},
+        hashes=found,
     )
 
 
@@ -210,30 +200,19 @@ def voxel_digests(
 def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, bytes], files: ImageFiles) -> Iterator[str]:
     """Yield held-out cases that training sees under another name.
 
-    The same file, also by a link; or a digest in common, and the same voxels in the files: a digest may be of what a
-    rule has made of these. Raises UserError for files that cannot be read again.
+    They have a digest in common, and the same voxels in the files: a digest may be of what a rule has made of these.
+    Raises UserError for files that cannot be read again.
     """
-    same_file = dict[object, Case]()
-    alike = defaultdict[object, list[Case]](list)
+    alike = defaultdict[bytes, list[Case]](list)
     for case in train:
-        same_file |= dict.fromkeys(_file_marks(case), case)
         if case.id in digests:
             alike[digests[case.id]].append(case)
     for case in val:
-        linked = (same_file[mark] for mark in _file_marks(case) if mark in same_file)
-        suspects = alike.get(digests.get(case.id), [])
-        copied = (other for other in suspects if _are_same(case, other, files))
-        for twin in islice(chain(linked, copied), 1):
+        suspects = alike.get(digests.get(case.id, b""), [])
+        twin = next((other for other in suspects if _are_same(case, other, files)), None)
+        if twin is not None:
             what = f"is held out, but training sees the same image as {twin.id}; remove one"
             yield f"{case.id}: {case.images[0]}: {what}"
-
-
-def _file_marks(case: Case) -> Iterator[object]:
-    """Yield whatever tells the files of a case's images from others."""
-    for path in case.images:
-        with suppress(OSError):  # one that is missing is an error of its header
-            status = path.stat()  # of the file that it leads to, through any links
-            yield status.st_dev, status.st_ino
 
 
 def _are_same(case: Case, other: Case, files: ImageFiles) -> bool:

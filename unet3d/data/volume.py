@@ -3,6 +3,7 @@
 Also where voxels lie: the grid of a file, the one that the network sees, and resampling between them.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -21,7 +22,7 @@ from unet3d.base.types import THRESHOLD
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.labels import Relabel, proposal
+from unet3d.data.labels import Relabel, options_for
 from unet3d.data.nifti import (
     FORMS,
     MAX_VOXELS,
@@ -232,11 +233,13 @@ class LabelValues(NamedTuple):
     classes: int
     ignore: int | None = None
     relabel: Relabel = None
+    names: tuple[str, ...] = ()  # of the classes, where none is a region
 
     @classmethod
     def of_files(cls, dataset: DatasetInfo) -> "LabelValues":
         """Return those of a data set's files."""
-        return cls(dataset.label_count, dataset.ignore, dataset.relabel)
+        names = dataset.classes if dataset.regions is None else ()
+        return cls(dataset.label_count, dataset.ignore, dataset.relabel, names)
 
     @classmethod
     def written(cls, values: Sequence[int]) -> "LabelValues":
@@ -316,27 +319,15 @@ def with_values(labels: np.ndarray, values: Sequence[int] | None) -> np.ndarray:
 class UnknownLabels(UserError):
     """A label map holds values that are no class.
 
-    `labels` are its labels but 0, where they are whole numbers; `alone` is the message without the remedy.
+    `labels` are its labels but 0, where they are whole numbers, `options` may make them classes; `alone` is the message
+    without the remedy.
     """
 
-    def __init__(self, message: str, labels: frozenset[int] = frozenset(), option: str = "") -> None:
-        remedy = f"correct the file, or add {option}" if option else "map them with data.label_map"
+    def __init__(self, message: str, labels: frozenset[int] = frozenset(), options: Sequence[str] = ()) -> None:
+        remedy = f"correct the file, or add {shlex.join(options)}" if options else "map them with data.label_map"
         super().__init__(f"{message}; {remedy}")
         self.labels = labels
         self.alone = message
-
-
-def messages(errors: Sequence[UserError]) -> list[str]:
-    """Return the lines of errors, after one about labels, where those of several maps are unknown.
-
-    What suits one map may not suit another.
-    """
-    lines = [*map(str, errors)]
-    count = sum(isinstance(error, UnknownLabels) for error in errors)
-    if count > 1:
-        what = "python -m unet3d check-data looks at all maps, and says what suits them"
-        lines.insert(0, f"{count} label maps hold other labels: {what}")
-    return lines
 
 
 def read_classes(file: OpenFile, values: LabelValues) -> np.ndarray:
@@ -344,7 +335,7 @@ def read_classes(file: OpenFile, values: LabelValues) -> np.ndarray:
 
     Each voxel is a class or `values.ignore`. Raises UnknownLabels, UserError.
     """
-    classes, ignore, relabel = values
+    classes, ignore, relabel, _ = values
     array = nifti.read_array(file)
     if not np.issubdtype(array.dtype, np.integer):
         array = _rounded(array, file.image.dataobj)
@@ -381,7 +372,7 @@ def _rounded(array: np.ndarray, voxels: ArrayProxy) -> np.ndarray:
 
 def _unknown_labels(file: OpenFile, array: np.ndarray, is_unknown: np.ndarray, values: LabelValues) -> UnknownLabels:
     """Return the error for the labels of a file that are neither a class nor `ignore`."""
-    classes, ignore, relabel = values
+    classes, ignore, relabel, names = values
     stored = np.unique(array)
     unknown = np.unique(array[is_unknown])
     allowed = f"0 to {classes - 1}" if relabel is None else ", ".join(map(str, sorted(relabel)))
@@ -392,4 +383,6 @@ def _unknown_labels(file: OpenFile, array: np.ndarray, is_unknown: np.ndarray, v
     if np.isfinite(unknown).all() and (unknown == np.rint(unknown)).all():
         labels = frozenset(int(value) for value in stored if value not in (0, ignore))
     what = f"{is_unknown.sum()} voxels have the label {listed}; allowed are {allowed}"
-    return UnknownLabels(f"{file.case_id}: {file.path}: {what}", labels, proposal(labels, classes, relabel))
+    # Of a map, only all files say which class is in none of them.
+    options = options_for(labels, classes, None, names) if relabel is None else ()
+    return UnknownLabels(f"{file.case_id}: {file.path}: {what}", labels, options)

@@ -72,7 +72,7 @@ class Segmenter:
         The headers of `files`, which have been opened, are not read again. Raises UserError, OSError.
         """
         like = (files or ImageFiles()).header(case, case.images[0])
-        with saving_scores(scores, like) if scores else nullcontext() as open_scores:
+        with saving_scores(scores, like, self.outputs) if scores else nullcontext() as open_scores:
             labels = self.on_own_grid(strips, case, open_scores, like)
         # Last: where a label map is, all of the case is.
         restore.save_image(path, restore.image_like(with_values(labels, self.values), like))
@@ -104,6 +104,11 @@ class Segmenter:
         count = self.predictor.options.classes if self.regions is None else self.regions.label_count
         assert count is not None
         return count
+
+    @property
+    def outputs(self) -> int:
+        """Return how many probabilities a voxel has: of the classes, or of the regions."""
+        return self.label_count if self.regions is None else len(self.regions.labels)
 
     @property
     def written(self) -> str:
@@ -270,9 +275,11 @@ class Network:
             case = of_files._replace(affine=self.segmenter.options.affine)
             for line in doubts_about([case]):
                 warn(line if restore.are_paths(image) else line.replace(str(case.images[0]), "as it was given"))
-            scores = restore.Probabilities(case) if probabilities else None
-            labels = restore.returned(image, self.segmenter.labels(case, scores), case)
-            return labels if scores is None else (labels, restore.returned(image, scores.scores, case))
+            if not probabilities:
+                return restore.returned(image, self.segmenter.labels(case), case)
+            scores = restore.no_probabilities(case, self.segmenter.outputs)
+            labels = self.segmenter.labels(case, scores.__getitem__)
+            return restore.returned(image, labels, case), restore.returned(image, scores, case)
 
 
 def load(

@@ -60,8 +60,7 @@ def evaluate(
         volume_loss = None
         probabilities = segmenter.predictor.strips(prepared.image, case.named)
         if loss is not None and VolumeLoss.exists(loss):
-            outputs = segmenter.label_count if regions is None else len(regions.labels)
-            volume_loss = VolumeLoss(loss, outputs, regions)
+            volume_loss = VolumeLoss(loss, segmenter.outputs, regions)
             probabilities = volume_loss.adding(probabilities, label)
         strips = ArgmaxCollector(probabilities, regions)
         if keep is not None:

@@ -79,23 +79,19 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     if (folder / "dataset.json").is_file():
         return folder
     try:
-        content = _content(about, [_write_case(folder, case) for case in cases])
-        write_text(folder / "dataset.json", json.dumps(content, indent=1))
+        entries = list[dict[str, str]]()
+        for case in cases:
+            entries.append(_entry(case.name))
+            for name, voxels in zip(entries[-1].values(), (case.image, case.label), strict=True):
+                image = nib.Nifti1Image(voxels, case.affine)
+                image.header.set_xyzt_units("mm")
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                restore.save_image(folder / name, image)
+        write_text(folder / "dataset.json", json.dumps(_content(about, entries), indent=1))
     except OSError as error:
         remedy = make_room(error) if is_disk_full(error) else "name a writable folder in data.root"
         raise UserError(f"{folder}: cannot be generated ({error.strerror}); {remedy}") from error
     return folder
-
-
-def _write_case(folder: Path, case: GeneratedCase) -> dict[str, str]:
-    """Write the files of a case. Returns its entry in dataset.json."""
-    entry = _entry(case.name)
-    for name, voxels in zip(entry.values(), (case.image, case.label), strict=True):
-        image = nib.Nifti1Image(voxels, case.affine)
-        image.header.set_xyzt_units("mm")
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        restore.save_image(folder / name, image)
-    return entry
 
 
 def _entry(name: str) -> dict[str, str]:

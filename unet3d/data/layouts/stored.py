@@ -305,8 +305,8 @@ def _images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Pa
 
 def _refuse_channel_names(maps: Mapping[str, Path], images: Container[str]) -> None:
     """Raise UserError for label maps called as a channel of their case; `maps` and `images` by their names."""
-    wrong = [path for name, path in maps.items() if name in images and f"{name}_0000" not in images]
-    wrong = [path for path in wrong if nifti.stem(path) != nifti.without_channel(nifti.stem(path))]
+    alike = [name for name in maps if name in images and f"{name}_0000" not in images]
+    wrong = [maps[name] for name in alike if name != nifti.without_channel(name)]
     if wrong:
         name = nifti.without_channel(nifti.stem(wrong[0]))
         what = "is called as a channel; a label map is called as its case, without _0000"
