@@ -229,9 +229,9 @@ def test_strips_on_the_files_grid_are_the_volume_in_one_piece(
     options = {"output_shape": target.shape, "order": 1, "mode": "nearest"}
     dense = np.stack([ndimage.affine_transform(scores, matrix, **options) for scores in probabilities], -1)
     scores = np.empty((3, *stored.shape, 4), np.float32)
-    labels = [to_original(whole(probabilities), one, spacing, lambda label, _: scores[0, ..., label])]
+    labels = [to_original(whole(probabilities), one, spacing, lambda label: scores[0, ..., label])]
     labels += [
-        to_original(cut(probabilities, axes, n), one, spacing, lambda label, _, i=i: scores[i, ..., label])
+        to_original(cut(probabilities, axes, n), one, spacing, lambda label, i=i: scores[i, ..., label])
         for i, n in STEPS
     ]
     for index in range(3):

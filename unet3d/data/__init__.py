@@ -8,7 +8,7 @@ In reading order:
 - `splits`: training and held-out cases, and groups of cases.
 - `nifti`: NIfTI files, header before voxels.
 - `volume`: where voxels lie; a case on the network's grid, and label maps.
-- `scan`, `check`: each file is opened once; what headers and voxels say is wrong.
+- `scan`, `check`: headers and hashes of files; what headers and voxels say is wrong.
 - `restore`: predictions back on the file's grid, in files or in memory.
 - `preprocess`, `intensity`, `cache`: a volume as a training case, and prepared cases in files.
 - `patches`, `loader`: from cases to batches.
