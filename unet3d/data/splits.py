@@ -258,7 +258,7 @@ def _rows(path: Path, where: str) -> Iterator[tuple[str, str]]:
     """Yield the case and the group of each row of a table, whose heads may be capitals. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{where}: no such file; give {EXAMPLE}")
-    lines = decoded(read_bytes(path)).splitlines()
+    lines = decoded(read_bytes(path), "replace").splitlines()
     lines = [line for line in lines if line.strip(BLANK) and not line.startswith("sep=")]  # a spreadsheet's
     head = lines[0] if lines else ""
     try:

@@ -35,15 +35,15 @@ def read_any_json(path: Path) -> Any:
     """Return the value in a JSON file, whatever it is; else as `read_json`. Raises UserError."""
     content = read_bytes(path)
     try:
-        return json.loads(content, object_pairs_hook=_unique_names)  # which looks for a byte order mark
+        return json.loads(decoded(content), object_pairs_hook=_unique_names)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); repair or replace it") from error
 
 
-def decoded(text: bytes) -> str:
+def decoded(text: bytes, errors: str = "strict") -> str:
     """Return text in UTF-8, or in what its byte order mark says, which PowerShell and spreadsheets write."""
     is_wide = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return text.decode("utf-16" if is_wide else "utf-8-sig", "replace")
+    return text.decode("utf-16" if is_wide else "utf-8-sig", errors)
 
 
 def read_bytes(path: Path) -> bytes:
