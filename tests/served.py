@@ -8,7 +8,7 @@ from unet3d.config import compose
 
 MODULES = [
     *("training", "ranked", "guards"),
-    *("unet3d.cli.train", "unet3d.run.job", "unet3d.report.report", "unet3d.memory.prediction"),
+    *("unet3d.cli.train", "unet3d.run.run", "unet3d.report.report", "unet3d.memory.prediction"),
     # what a run loads where it first uses it
     *("monai.transforms", "scipy.interpolate", "scipy.spatial.transform", "torch._dynamo"),
     *("wandb", "wandb.sdk.launch.inputs.internal"),

@@ -17,8 +17,9 @@ from unet3d.base.errors import UserError
 from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.compose import refuse_changes
-from unet3d.run import checkpoint, job, run_folder
-from unet3d.run.run_folder import MemoryFile, read_memory
+from unet3d.run import checkpoint, run_folder
+from unet3d.run import run as job
+from unet3d.run.run_folder import read_memory
 from unet3d.run.training_state import CheckpointManager, refuse_other_data
 from unet3d.run.validation import Validator
 
@@ -101,11 +102,11 @@ def test_the_first_step_of_another_device_or_other_segments_is_not_kept(
         ({"measured": earlier, "measured_segments": ["inc"], "segments": ["inc"]}, 3),
     ):
         (tmp_path / "memory.json").write_text(json.dumps(before))
-        memory = MemoryFile(tmp_path, is_resumed=True)
-        memory.update({"segments": ["inc"]})
-        memory.add_measured(1, measured)
-        assert read_memory(tmp_path) == memory.contents()
-        assert memory.contents()["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
+        memory = read_memory(tmp_path)
+        run_folder.update_memory(tmp_path, memory, {"segments": ["inc"]})
+        run_folder.add_measured(tmp_path, memory, before, 1, measured)
+        assert read_memory(tmp_path) == memory
+        assert memory["measured"]["phases"]["forward"] == {"first": first, "steady": 7}
 
 
 @promise(

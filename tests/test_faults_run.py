@@ -49,7 +49,8 @@ from unet3d.data.loader import batches
 from unet3d.data.patches import Patches, PreparedCase, prepare
 from unet3d.memory import prediction
 from unet3d.report import plots
-from unet3d.run import checkpoint, job, validation
+from unet3d.run import checkpoint, validation
+from unet3d.run import run as job
 from unet3d.training import trainer
 
 RUN = [*TINY, "model.dropout=0.2", "data.root=../phantom", "hydra.run.dir=run"]

@@ -136,5 +136,5 @@ def test_what_answers_a_typo_loads_no_torch() -> None:
 
 def test_a_run_is_imported_without_what_only_some_runs_use() -> None:
     names = "monai", "scipy.ndimage", "scipy.interpolate", "scipy.spatial", "matplotlib", "wandb", "torch._dynamo"
-    program = f"import sys, unet3d.run.job; print([name for name in {names} if name in sys.modules])"
+    program = f"import sys, unet3d.run.run; print([name for name in {names} if name in sys.modules])"
     assert printed_by(program) == "[]\n"

@@ -34,7 +34,7 @@ from unet3d.data.cases import Case
 from unet3d.data.patches import Patches, PreparedCase, crop
 from unet3d.data.prepare import PreparedData, prepare_data
 from unet3d.data.scan import DIGEST
-from unet3d.run import job
+from unet3d.run import run as job
 
 SHAPE = (21, 18, 13)
 ARRAYS = 5  # of a case

@@ -179,7 +179,7 @@ def test_all_differences_are_counted_and_ten_are_shown() -> None:
     weights = {name: value for name, value in model.state_dict().items() if not name.startswith("0")}
     weights |= {"1.weight": torch.zeros(3, 2), "extra": torch.zeros(())}
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load_weights(model, weights, Path("a.pt"))
+        checkpoint.refuse_misfit(model, weights, Path("a.pt"))
     head, _, *rows = str(caught.value).splitlines()
     assert head.startswith("a.pt: 4 ")
     assert [line.split() for line in rows] == [
@@ -189,6 +189,6 @@ def test_all_differences_are_counted_and_ten_are_shown() -> None:
         ["extra", "scalar", "-"],
     ]
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load_weights(model, {}, Path("a.pt"))
+        checkpoint.refuse_misfit(model, {}, Path("a.pt"))
     head, _, *rows, rest = str(caught.value).splitlines()
     assert head.startswith("a.pt: 14 ") and len(rows) == 10 and " 4 " in rest

@@ -4,7 +4,8 @@ import errno
 import re
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -165,6 +166,15 @@ def not_saved(path: object, error: OSError) -> NotSaved:
     """Return the error to raise for a file that could not be written."""
     remedy = f"; {make_room(error)}" if is_disk_full(error) else ""
     return NotSaved(f"{path}: not saved ({error.strerror}){remedy}")
+
+
+@contextmanager
+def saving(path: object) -> Iterator[None]:
+    """Raise NotSaved where the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise not_saved(path, error) from error
 
 
 def reason(error: BaseException) -> str:

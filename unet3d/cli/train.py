@@ -253,9 +253,9 @@ def job(config: Config, folder: Path, stop: Stop) -> None:
     with process.loading("torch"):
         import torch._dynamo  # noqa: F401 (the optimizer of the prediction loads it)
 
-        from unet3d.run import job  # a wrong option was answered before
+        from unet3d.run import run  # a wrong option was answered before
 
-    job.run(config, folder, stop)
+    run.run(config, folder, stop)
 
 
 def job_of_sweep(tree: DictConfig) -> None:

@@ -182,23 +182,14 @@ def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list
     raise CheckpointError("no usable checkpoint: " + "; ".join(problems))
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Put weights into the model. Raises CheckpointError with the differences in names and shapes."""
-    refuse_misfit(model, weights, path)
-    model.load_state_dict(weights)
-
-
 def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     """Raise CheckpointError with the differences between the model's names and shapes and the weights'."""
-    _refuse_no_numbers(weights, path)
+    loadable = fitting(model, weights, path)
     model_shapes = _shapes(model.state_dict())
     file_shapes = _shapes(weights)
     rows = []
-    for name in sorted(model_shapes.keys() | file_shapes.keys()):
-        in_file = file_shapes.get(name, "-")
-        in_model = model_shapes.get(name, "-")
-        if in_file != in_model:
-            rows.append((escaped(name), in_file, in_model))
+    for name in sorted((model_shapes.keys() | file_shapes.keys()) - loadable.keys()):
+        rows.append((escaped(name), file_shapes.get(name, "-"), model_shapes.get(name, "-")))
     if rows:
         lines = [f"{path}: {len(rows)} tensors do not fit the model"]
         shown = [("tensor", "checkpoint", "model"), *rows[:DIFFERENCES_SHOWN]]
@@ -207,22 +198,17 @@ def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> N
         if len(rows) > DIFFERENCES_SHOWN:
             lines.append(f"and {len(rows) - DIFFERENCES_SHOWN} more")
         raise CheckpointError("\n  ".join(lines))
-    refuse_non_finite(weights, path)
 
 
 def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Return the weights whose name, shape and type a tensor of the model has. Raises CheckpointError for odd ones."""
-    _refuse_no_numbers(weights, path)
+    if not all(is_plain(value) for value in weights.values()):
+        raise CheckpointError(f"{path}: its weights are not all tensors with their numbers")
     model_shapes = _shapes(model.state_dict())
     file_shapes = _shapes(weights)
     loadable = {name: value for name, value in weights.items() if model_shapes.get(name) == file_shapes[name]}
     refuse_non_finite(loadable, path)
     return loadable
-
-
-def _refuse_no_numbers(weights: Mapping[str, Tensor], path: Path) -> None:
-    if not all(is_plain(value) for value in weights.values()):
-        raise CheckpointError(f"{path}: its weights are not all tensors with their numbers")
 
 
 def is_plain(value: object) -> bool:
@@ -367,11 +353,10 @@ def split_of(options: Data) -> Split:
 
     Folds and shares of groups are others than those of cases.
     """
+    names = ["val_fraction", "groups"] if options.fold is None else ["fold", "folds", "groups"]
     if options.split is not None:
-        return {"split": options.split, "semi": options.semi}
-    groups = {} if options.groups is None else {"groups": options.groups}
-    names = ["val_fraction"] if options.fold is None else ["fold", "folds"]
-    return {**{name: getattr(options, name) for name in names}, "semi": options.semi, **groups}
+        names = ["split"]
+    return {name: getattr(options, name) for name in ("semi", *names) if getattr(options, name) is not None}
 
 
 def _refuse_contradictions(trained: TrainedNetworks) -> None:

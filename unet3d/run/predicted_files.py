@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unet3d.base.errors import UserError, not_saved, warn
+from unet3d.base.errors import UserError, saving, warn
 from unet3d.base.files import read_lines
 from unet3d.data.cases import Case, in_order, other_volumes, refuse_long
 from unet3d.data.nifti import (
@@ -141,8 +141,6 @@ def _case(name: str, files: Sequence[Path], count: int) -> Case:
     if count > 1 and stems < wanted:
         with suppress(OSError):
             found += [file for file in volumes_in(files[0].parent) if stem(file) in wanted - stems]
-    if len(found) > count:
-        raise UserError(f"{name}: {', '.join(map(str, found))}: two files of one channel; give those to segment")
     return Case(name, in_order(name, found, count), None)
 
 
@@ -151,8 +149,7 @@ class Origins:
 
     def __init__(self, path: Path, network: Entry, checkpoint: Path) -> None:
         self.path = path
-        self._network = network
-        self._checkpoint = str(checkpoint)
+        self._network = {**network, "checkpoint": str(checkpoint)}
         self._entries = dict[str, Entry]()  # by the label map's name
         for line in read_lines(self.path) if path.parent.is_dir() else ():
             with suppress(ValueError, RecursionError):  # a line that was cut short
@@ -212,22 +209,18 @@ class Origins:
 
     def _add(self, case: Case, path: Path, about: Entry) -> None:
         """Add a line about the label map of a case, whole or so that the next one is."""
-        origin = {**self._network, "checkpoint": self._checkpoint, "images": _sample(case.images)}
-        entry = {"file": path.name, **origin, **about}
+        entry = {"file": path.name, **self._network, "images": _sample(case.images), **about}
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            with open(os.open(self.path, flags, 0o666), "r+b", buffering=0) as file:
-                with suppress(OSError):  # a disk without locks
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 1))
-                start = "" if file.read() in (b"", b"\n") else "\n"
-                content = f"{start}{json.dumps(entry)}\n".encode()
-                while content:
-                    content = content[file.write(content) :]
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise not_saved(self.path, error) from error
+        with saving(self.path), open(os.open(self.path, flags, 0o666), "r+b", buffering=0) as file:
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            start = "" if file.read() in (b"", b"\n") else "\n"
+            content = f"{start}{json.dumps(entry)}\n".encode()
+            while content:
+                content = content[file.write(content) :]
+            os.fsync(file.fileno())
         self._entries[entry["file"]] = entry
 
 

@@ -63,21 +63,13 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
         raise UserError(f"init={path}: its network is {its}, this run's {own}; nothing of it can be used")
     outline = _outline(model_config)
     weights = checkpoint.fitting(outline, trained.weights[0], path)
-    there, here = trained.classes, dataset.classes
     head_rows: HeadRows = {}
     lines = []
-    is_other_kind = (trained.regions is None) != (dataset.regions is None)  # whose logits differ
-    if there != here or is_other_kind:
+    has_same_classes = trained.classes == dataset.classes
+    if not has_same_classes or (trained.regions is None) != (dataset.regions is None):
         head_names = heads(model_config)
         weights = {name: value for name, value in weights.items() if name not in head_names}
-        sources = {} if is_other_kind else class_sources(there, here)
-        if trained.regions is not None:
-            there = there[1:]  # regions have no output for the background
-        if dataset.regions is not None:
-            here = here[1:]
-            sources = {label - 1: [part - 1 for part in parts] for label, parts in sources.items() if label}
-        head_rows = _head_rows(trained, outline.state_dict(), head_names, sources)
-        origins = _origins(there, here, sources if head_rows else {})
+        head_rows, origins = _head_rows(trained, dataset, outline.state_dict(), head_names)
         lines.append(f"heads, as the classes differ: {origins}")
     if not any(value.dim() > 1 for value in weights.values()):  # norms and biases alone are not worth beginning with
         problem = _model_differences(trained.config.model, model_config) or "other channels, classes or layers"
@@ -89,7 +81,7 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     for line in _differences(trained, config, model_config, dataset, intensity):
         warn(line)
     which = " (the first of its networks)" if len(trained.weights) > 1 else ""
-    for line in (f"init={path}{which}: {_loaded(pretrained, len(here))}", *lines):
+    for line in (f"init={path}{which}: {_loaded(pretrained, model_config.classes)}", *lines):
         print(escaped(line), flush=True)
     return pretrained
 
@@ -129,14 +121,23 @@ def class_sources(there: Sequence[str], here: Sequence[str]) -> ClassSources:
 
 def _head_rows(
     trained: TrainedNetworks,
+    dataset: DatasetInfo,
     state: Mapping[str, Tensor],
     head_names: Sequence[str],
-    sources: ClassSources,
-) -> HeadRows:
-    """Return, for each head, the weights of every output with a source; merged classes get the mean of their parts.
+) -> tuple[HeadRows, str]:
+    """Return, for each head, the weights of every output with a source, and in words which these are.
 
-    Raises CheckpointError for numbers that are not finite.
+    Merged classes get the mean of their parts. Raises CheckpointError for numbers that are not finite.
     """
+    there, here = trained.classes, dataset.classes
+    sources = class_sources(there, here)
+    if trained.regions is not None:
+        there = there[1:]  # regions have no output for the background
+    if dataset.regions is not None:
+        here = here[1:]
+        sources = {label - 1: [part - 1 for part in parts] for label, parts in sources.items() if label}
+    if (trained.regions is None) != (dataset.regions is None):  # whose logits differ
+        sources = {}
     rows: HeadRows = {}
     for name in head_names if sources else ():
         value = trained.weights[0].get(name)
@@ -144,7 +145,11 @@ def _head_rows(
         if value is not None and value.shape == shape and value.dtype == state[name].dtype:
             checkpoint.refuse_non_finite({name: value}, trained.path)
             rows[name] = {output: value[parts].mean(0) for output, parts in sources.items()}
-    return rows
+    if not rows:
+        return {}, f"new, of {', '.join(here)}, there {', '.join(there)}"
+    origins = [f"{here[output]} from {' and '.join(there[part] for part in sources[output])}" for output in sources]
+    new = ", ".join(name for output, name in enumerate(here) if output not in sources)
+    return rows, "; ".join([*origins, f"{new} new"] if new else origins)
 
 
 def _outline(model_config: Model) -> nn.Module:
@@ -216,7 +221,7 @@ def _differences(
         yield f"init={trained.path}: it has learned from other images: {'; '.join(images)}"
 
 
-def _loaded(pretrained: PretrainedWeights, outputs: int) -> str:
+def _loaded(pretrained: PretrainedWeights, outputs: int | None) -> str:
     """Return in words what is loaded, at which learning rate, and what is new; heads have that many `outputs`."""
     count = len(pretrained.weights)
     total = count + len(pretrained.head_rows) + len(pretrained.new)
@@ -229,6 +234,7 @@ def _loaded(pretrained: PretrainedWeights, outputs: int) -> str:
         loaded += f", {word}" if slow == count else f", {slow} of them {word}"
     new_rows = 0
     if pretrained.head_rows:
+        assert outputs is not None
         new_rows = outputs - len(next(iter(pretrained.head_rows.values())))
         rows = f"{new_rows} of {outputs} rows new" if new_rows else f"all {outputs} rows"
         loaded += f", {len(pretrained.head_rows)} of output layers matched by class name ({rows})"
@@ -239,12 +245,3 @@ def _loaded(pretrained: PretrainedWeights, outputs: int) -> str:
     elif not new_rows:
         loaded += "; nothing is new"
     return loaded
-
-
-def _origins(there: Sequence[str], here: Sequence[str], sources: ClassSources) -> str:
-    """Return in words which outputs of the checkpoint each output begins with, and which are new."""
-    new = ", ".join(name for output, name in enumerate(here) if output not in sources)
-    if not sources:
-        return f"new, of {new}, there {', '.join(there)}"
-    origins = [f"{here[output]} from {' and '.join(there[part] for part in sources[output])}" for output in sources]
-    return "; ".join([*origins, f"{new} new"] if new else origins)

@@ -11,7 +11,7 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 from unet3d.base import progress
-from unet3d.base.errors import UserError, escaped, not_saved, warn
+from unet3d.base.errors import UserError, escaped, saving, warn
 from unet3d.base.files import read_yaml, write_text
 from unet3d.base.types import Table
 from unet3d.config import compose, rules
@@ -139,12 +139,9 @@ def score(
     segmenter = predict.segmenter(networks, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
     has_own_grids = any(header.is_resampled for header in headers.values())
-    try:
+    with saving(out / SCORES):
         out.mkdir(parents=True, exist_ok=True)
-        text = _scores(segmenter, held_out, dataset, config.data, has_own_grids)
-        write_text(out / SCORES, text)
-    except OSError as error:
-        raise not_saved(out / SCORES, error) from error
+        write_text(out / SCORES, _scores(segmenter, held_out, dataset, config.data, has_own_grids))
     count = len(networks.weights)
     average = ", average of the weights" if networks.is_average else ""
     which = f"mean of {count} networks" if count > 1 else f"step {networks.step}{average}"

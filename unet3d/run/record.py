@@ -1,6 +1,5 @@
 """A run as its folder records it: read once, then handed to tables, figures, loggers and the page."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -88,8 +87,7 @@ class RunRecord:
     @property
     def spacing(self) -> str:
         """Return the voxel size of the network's grid, `1x1x2 mm`; "" where it is the files' grid."""
-        data = self.settings.get("data")
-        return run_folder.spacing_words(data.get("spacing")) if isinstance(data, dict) else ""
+        return run_folder.spacing_words(self.settings.get("data", {}).get("spacing"))
 
     @property
     def switches(self) -> str:
@@ -154,13 +152,8 @@ def numbers_of(records: Sequence[Values], key: str) -> list[float]:
 
 def best_of(records: Sequence[Values]) -> Values:
     """Return the validation with the highest mean Dice, the first of equals, as for best.pt; {} without any."""
-    best: Values = {}
-    highest = -math.inf
-    for record in records:
-        dice = as_number(record.get("val/dice_mean"))
-        if dice is not None and dice > highest:
-            best, highest = record, dice
-    return best
+    scored = [record for record in records if finite(record.get("val/dice_mean")) is not None]
+    return max(scored, key=lambda record: float(record["val/dice_mean"]), default={})
 
 
 def headline(run: RunRecord) -> dict[str, Any]:

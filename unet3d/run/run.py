@@ -1,10 +1,10 @@
-"""One training run in its folder: all its parts are built in order, then it is fitted, and finished."""
+"""One training run in its folder, from its config to its report: its parts are built in order, then it is fitted."""
 
 import functools
 import signal
 import time
 import traceback
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from itertools import chain
@@ -16,19 +16,33 @@ import torch
 from torch import nn
 
 from unet3d import build
-from unet3d.base import ranks
-from unet3d.base.errors import NonFiniteLoss, NotSaved, OutOfMemory, Preempted, is_out_of_memory
+from unet3d.base import ranks, signals
+from unet3d.base.errors import (
+    NonFiniteLoss,
+    NotSaved,
+    OutOfMemory,
+    Preempted,
+    UserError,
+    is_out_of_memory,
+    saving,
+    warn,
+)
 from unet3d.base.files import write_json, write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
 from unet3d.config import compose, rules
-from unet3d.config.schema import Config, Model, flat
-from unet3d.data.cases import Case
+from unet3d.config.compose import read_plan
+from unet3d.config.schema import GENERATED, Config, Model, flat
+from unet3d.data.cases import Case, read_dataset
+from unet3d.data.check import mostly_padding, read_grids
 from unet3d.data.loader import batches, lost
 from unet3d.data.patches import Patches, PreparedCase
-from unet3d.data.prepare import PreparedData, Read
-from unet3d.memory import remedies
+from unet3d.data.prepare import PreparedData, Read, prepare_data
+from unet3d.data.splits import split
+from unet3d.data.volume import Grid
+from unet3d.memory import prediction, remedies
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, open_meter
+from unet3d.memory.tables import SavedSchedule
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.prepare import bound
@@ -37,11 +51,11 @@ from unet3d.report import memory_plots, report
 from unet3d.report.loggers import Loggers, TerminalLogger, open_loggers
 from unet3d.run import run_folder
 from unet3d.run.predict import Segmenter, fitted_predictor
-from unet3d.run.pretrained import PretrainedWeights
+from unet3d.run.pretrained import PretrainedWeights, load_pretrained
 from unet3d.run.record import RunRecord, headline, read_run, scores_as_numbers
-from unet3d.run.run_folder import MemoryFile, peaks
+from unet3d.run.run_folder import peaks, read_memory, update_memory, without_damaged
 from unet3d.run.training_state import BEST, CheckpointManager, TrainingState, fingerprint, seed_per_rank
-from unet3d.run.validation import Validator, has_own_grids, saving, signal_on_any_rank
+from unet3d.run.validation import Validator, has_own_grids, signal_on_any_rank
 from unet3d.training import metrics, optim, switches
 from unet3d.training.trainer import Learner, Trainer
 
@@ -81,7 +95,8 @@ class Run:
         else:
             seed_per_rank(config.seed, 0)
         self.start_step = step  # at which this process begins
-        self.memory = ranks.on_rank0(lambda: MemoryFile(folder, is_resumed))
+        self.memory = ranks.on_rank0(lambda: read_memory(folder))
+        self.earlier_memory = dict(self.memory) if is_resumed else {}
         self.is_done = step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
         self.meter = open_meter(learner.model, learner.optimizer)
         self.loggers = Loggers([])
@@ -135,7 +150,8 @@ class Run:
 
         Raises Preempted, once saved, when asked to stop; NonFiniteLoss, OutOfMemory, LoaderError, UserError.
         """
-        self.loggers.summary(peaks(self.memory.contents()))  # what was predicted, also of a run that dies in its steps
+        # What was predicted, also of a run that dies in its steps.
+        self.loggers.summary(peaks(without_damaged(self.memory)))
         if self.config.data.sparse is not None and self.config.resume is None:
             labels = (self.data.read_train(case).label for case in self.data.train)
             share = fmean((label != IGNORE).float().mean().item() for label in labels)
@@ -178,8 +194,15 @@ class Run:
                 lambda: signal_on_any_rank(self.stop) > 0,
             )
         number = signal_on_any_rank(self.stop)
-        if number:
-            self.stop_after_save(signal.Signals(number))
+        if not number:
+            return
+        stopped = f"stopped by {signal.Signals(number).name} after step {self.trainer.step} of {self.config.steps}"
+        try:  # without a validation
+            self.checkpoints.save_last(self.trainer.step, self.trainer.last_validation)
+            self._try_write_measured_memory()
+        except NotSaved as error:
+            stopped += f", which is not saved: {error}"
+        raise Preempted(stopped)
 
     def _stream(self) -> Generator[list[Batch]]:
         """Yield the batches from this step on; close it to end its workers."""
@@ -204,16 +227,6 @@ class Run:
             optimizer.state.clear()
             model.to_empty(device="meta")
             torch.cuda.empty_cache()
-
-    def stop_after_save(self, asked: signal.Signals) -> None:
-        """Save where the run is, without a validation. Raises Preempted."""
-        stopped = f"stopped by {asked.name} after step {self.trainer.step} of {self.config.steps}"
-        try:
-            self.checkpoints.save_last(self.trainer.step, self.trainer.last_validation)
-            self._try_write_measured_memory()
-        except NotSaved as error:
-            stopped += f", which is not saved: {error}"
-        raise Preempted(stopped)
 
     def save_if_due(self) -> None:
         """Save between validations, every `save_every` steps; write what the first steps needed."""
@@ -280,8 +293,8 @@ class Run:
 
     def _write_measured(self, measured: dict[str, Any]) -> None:
         parameters = sum(p.numel() for p in self.trainer.learner.model.parameters())
-        self.memory.add_measured(parameters, measured)
-        self.loggers.summary(peaks(self.memory.contents()))
+        run_folder.add_measured(self.folder, self.memory, self.earlier_memory, parameters, measured)
+        self.loggers.summary(peaks(without_damaged(self.memory)))
         if self.trainer.step == self.config.steps:
             memory_plots.write_ledger_files(self.meter.ledger, self.folder)
 
@@ -293,7 +306,7 @@ class Run:
     def finish(self) -> RunRecord:
         """Write all that is known at the end, and return it; predictions are of the last weights, or their average."""
         self.write_measured_memory()
-        memory = self.memory.contents()
+        memory = without_damaged(self.memory)
         if "measured" in memory:  # by steps taken before the run was stopped, perhaps
             peak = memory["measured"]["peak_bytes"]
             self.loggers.scalars({"memory/peak_allocated_bytes": peak}, self.trainer.step)
@@ -372,3 +385,85 @@ def _program_of(model: nn.Module, program: Program, autocast: torch.dtype | None
 
 def _read_nth(read: Read, cases: tuple[Case, ...], index: int) -> PreparedCase:
     return read(cases[index])
+
+
+def run(config: Config, folder: Path, stop: Stop) -> None:
+    """Train in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
+    if build.device_type(config) == "cuda":
+        rules.refuse_indeterminate(config)
+    for line in rules.warnings(config):
+        warn(line)
+    ranks.broadcast_job([compose.to_plain(config), str(folder.resolve())])
+    joined = ranks.joined(build.device_type(config), config.rank_timeout)
+    with switches.switched(config.cuda, config.deterministic), joined:
+        build.import_all(config)  # a wrong path is answered now; tensors of an imported module are real, not fake ones
+        data = None if config.dry_run else prepare_data(config.data)
+        if data is None:
+            model_config = ranks.on_rank0(lambda: build.model_config_from_headers(config))
+        else:
+            model_config = build.model_options(config, data.dataset, data.spacing)
+        if config.resume is None and not ranks.RANK:
+            _warn_of_patch(config, data)
+        start = None
+        if config.init is not None and config.resume is None:
+            start = ranks.on_rank0(lambda: load_pretrained(config, model_config, data))
+            config = start.config
+        predicted = ranks.on_rank0(lambda: _preflight(config, model_config, folder))
+        signals.raise_again()
+        if data is None:
+            ranks.on_rank0(lambda: update_memory(folder, read_memory(folder), predicted.memory))
+            return
+        technique = predicted.technique(config, model_config)
+        with Run(config, folder, data, model_config, technique, stop, start) as opened:
+            if not opened.is_done:
+                ranks.on_rank0(lambda: update_memory(folder, opened.memory, predicted.memory))
+                opened.fit()
+            record = _record_of(opened)
+        if record is not None:
+            signals.raise_again()
+            report.write_page(record)
+            report.print_summary(record)
+
+
+def _record_of(opened: Run) -> RunRecord | None:
+    """Score a run that has been trained; one that was done gets its report alone, and None where it has that.
+
+    None on all ranks but the first.
+    """
+    if opened.is_done:
+        print(f"nothing to do: step {opened.start_step} of {opened.config.steps} is done; to train longer, set steps=N")
+        if (opened.folder / "report.html").exists():  # else the run was killed as it wrote it
+            return None
+    ranks.leave()
+    if ranks.RANK:
+        return None
+    if not opened.is_done:
+        return opened.finish()
+    record = read_run(opened.folder)
+    report.draw_figures(record)
+    return record
+
+
+def _preflight(config: Config, model_config: Model, folder: Path) -> prediction.Preflight:
+    """Return the prediction of the run, with what its plan promised, which a resumed run has in memory.json."""
+    schedule = None
+    if config.resume is not None and config.recompute != "none":
+        schedule = read_memory(folder).get("schedule")
+    predicted = prediction.preflight(config, model_config, schedule and SavedSchedule(**schedule))
+    if config.plan is None or config.resume is not None:
+        return predicted
+    plan = read_plan(config.plan)
+    entry = report.plan_entry(plan.options, plan.promise, compose.flat(compose.to_plain(config)))
+    return predicted._replace(memory={**predicted.memory, "plan": entry})
+
+
+def _warn_of_patch(config: Config, data: PreparedData | None) -> None:
+    """Print a line where the patch is mostly padding in the training cases; a dry run reads their headers alone."""
+    grids: Sequence[Grid] = () if data is None else data.train_grids
+    if data is None and config.data.format not in GENERATED:
+        with suppress(UserError):
+            train, _ = split(read_dataset(config.data), config.data)
+            grids = read_grids(train, config.data.spacing)
+    advice = mostly_padding(config.model, config.data.patch, grids)
+    if advice:
+        warn(advice)

@@ -10,10 +10,9 @@ import math
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import UnionType
@@ -202,44 +201,32 @@ def last_step(records: Iterable[Values]) -> int | None:
     return max((record["step"] for record in records), default=None)
 
 
-def spacing_words(spacing: Any) -> str:
-    """Return `1x1x2 mm`; "" unless `spacing` is a list."""
-    if not isinstance(spacing, list):
-        return ""
-    return f"{'x'.join(map(str, spacing))} mm"
+def spacing_words(spacing: Sequence[float] | None) -> str:
+    """Return `1x1x2 mm`; "" for the files' own."""
+    return f"{'x'.join(map(str, spacing))} mm" if spacing else ""
 
 
-class MemoryFile:
-    """The memory.json of a run folder: read once when this is made, and written whole at each change."""
+def update_memory(folder: Path, memory: dict[str, Any], values: Values) -> None:
+    """Add or replace these entries in `memory`, the content of memory.json, and write it whole. Raises OSError."""
+    memory |= {name: folded(value, MOST_ITEMS) if name in KINDS else value for name, value in values.items()}
+    write_json(folder / "memory.json", memory)
 
-    def __init__(self, folder: Path, is_resumed: bool = False) -> None:
-        """Read what is there. A resumed run keeps the first step that an earlier process measured."""
-        self._path = folder / "memory.json"
-        self._values = read_memory(folder)
-        self._before: Mapping[str, Any] = dict(self._values) if is_resumed else {}
 
-    def update(self, values: Mapping[str, Any]) -> None:
-        """Add or replace these entries. Raises OSError."""
-        self._values |= {name: folded(value, MOST_ITEMS) if name in KINDS else value for name, value in values.items()}
-        write_json(self._path, self._values)
+def add_measured(folder: Path, memory: dict[str, Any], earlier: Values, parameters: int, measured: Values) -> None:
+    """Add the measured step to `memory`, as `update_memory`, and how far the predicted peak is from its peak.
 
-    def add_measured(self, parameters: int, measured: Mapping[str, Any]) -> None:
-        """Add the measured step, and how far the predicted peak is from its peak. Raises OSError."""
-        segments = self._values.get("segments")
-        before = self._before.get("measured", {})
-        is_same_step = before.get("kind") == measured["kind"] and self._before.get("measured_segments") == segments
-        if is_same_step:
-            measured = _with_first_of(before, measured)
-        changes: dict[str, Any] = {"parameters": parameters, "measured": measured, "measured_segments": segments}
-        if "predicted" in self._values:
-            # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
-            of_tensors = measured.get("ledger", measured)
-            changes["error_bytes"] = self._values["predicted"]["peak_bytes"] - of_tensors["peak_bytes"]
-        self.update(changes)
-
-    def contents(self) -> dict[str, Any]:
-        """Return what `read_memory` would read from the file now."""
-        return without_damaged(self._values)
+    `earlier` is what a resumed run found in memory.json: the first step stays that of the process which began the run.
+    """
+    segments = memory.get("segments")
+    before = earlier.get("measured", {})
+    if before.get("kind") == measured["kind"] and earlier.get("measured_segments") == segments:
+        measured = _with_first_of(before, measured)
+    changes: dict[str, Any] = {"parameters": parameters, "measured": measured, "measured_segments": segments}
+    if "predicted" in memory:
+        # tensors against tensors: on CUDA the ledger's, without workspaces and rounding
+        of_tensors = measured.get("ledger", measured)
+        changes["error_bytes"] = memory["predicted"]["peak_bytes"] - of_tensors["peak_bytes"]
+    update_memory(folder, memory, changes)
 
 
 def _with_first_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,7 +268,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) and is_shallow(value, DEEPEST) else {}
 
 
-def without_damaged(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_damaged(values: Values) -> dict[str, Any]:
     """Return the entries of memory.json that have the shapes which tables and pictures read; unknown entries stay."""
     is_sound = {key: fits(values.get(key), shape) for key, shape in OTHERS.items()}
     is_sound |= {kind: _is_step(values.get(kind)) for kind in KINDS}
@@ -315,7 +302,7 @@ def sound(values: Any, node: Any = Config) -> dict[str, Any]:
     """
     if not isinstance(values, dict):
         return {}
-    types = _types(node)
+    types = get_type_hints(node)
     checked: dict[str, Any] = {}
     for name, value in values.items():
         kind = types.get(name, Any)
@@ -324,11 +311,6 @@ def sound(values: Any, node: Any = Config) -> dict[str, Any]:
         elif not is_dataclass(kind) and _is_of(value, kind):
             checked[name] = value
     return checked
-
-
-@cache
-def _types(node: Any) -> dict[str, Any]:
-    return get_type_hints(node)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -340,9 +322,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     if get_origin(kind) is list:
         (item_kind,) = get_args(kind)
         return isinstance(value, list) and all(_is_of(item, item_kind) for item in value)
-    if kind is float and type(value) is int:
-        return True
-    return type(value) is kind
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def fits(value: Any, shape: Any) -> bool:

@@ -101,7 +101,8 @@ class TrainingState:
         if step == self.config.steps and not was_planned:
             # The last validation measures more than the one at this step did: it is made again.
             state["last_validation"] = step - 1
-        checkpoint.load_weights(self.model, state["model"], path)
+        checkpoint.refuse_misfit(self.model, state["model"], path)
+        self.model.load_state_dict(state["model"])
         # Moments and counts are the file's; the options in the parameter groups stay those of the config.
         groups = self.optimizer.state_dict()["param_groups"]
         for own_group, group in zip(groups, state["optimizer"]["param_groups"], strict=True):

@@ -6,7 +6,7 @@ files', the label maps of the last validation are scored on the files' grids too
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from unet3d.base import progress, ranks
-from unet3d.base.errors import OutOfMemory, Preempted, UserError, is_out_of_memory, not_saved, reason, warn
+from unet3d.base.errors import OutOfMemory, Preempted, UserError, is_out_of_memory, not_saved, reason, saving, warn
 from unet3d.base.files import read_text, write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, ProbabilityBlock
@@ -27,7 +27,7 @@ from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.memory import remedies
 from unet3d.report import held_out
-from unet3d.report.held_out import ROLES, chosen
+from unet3d.report.held_out import chosen
 from unet3d.report.loggers import Loggers
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import Segmenter
@@ -92,15 +92,6 @@ def has_own_grids(data: PreparedData, options: Options) -> bool:
     Slices to score are of the network's grid.
     """
     return not options.semi and any(data.headers[case.id].is_resampled for case in data.val)
-
-
-@contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """Raise NotSaved where the file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise not_saved(path, error) from error
 
 
 def signal_on_any_rank(stop: Stop) -> int:
@@ -200,7 +191,7 @@ class Validator:
             with saving(path):
                 write_text(path, both_csv_text(scores, self.data.dataset.classes, read_text(path)))
         for role, (case, title) in self._shown().items():
-            path = self._picture(role)
+            path = self.folder / "figures" / (f"prediction_{role}.png" if role else "prediction.png")
             if not path.exists():
                 with saving(path):
                     labels, header = self._written(case)
@@ -224,11 +215,7 @@ class Validator:
     @property
     def pictures(self) -> list[Path]:
         """Existing pictures: of the best, the median and the worst case, or of the only one."""
-        return [path for path in map(self._picture, ("", *ROLES)) if path.exists()]
-
-    def _picture(self, role: str) -> Path:
-        name = f"prediction_{role}.png" if role else "prediction.png"
-        return self.folder / "figures" / name
+        return sorted((self.folder / "figures").glob("prediction*.png"))
 
     def _shown(self) -> dict[str, tuple[Case, str]]:
         """Return the cases to draw and their titles, chosen by the scores of the last validation."""
