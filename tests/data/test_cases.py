@@ -536,12 +536,10 @@ def test_folders_that_do_not_match_are_refused(
     assert holds(refusal(folders(tmp_path, images, labels)), parts)
 
 
-def test_a_problem_of_a_case_that_is_named_like_a_warning_is_one(tmp_path: Path) -> None:
+def test_a_case_cannot_be_named_like_a_warning(tmp_path: Path) -> None:
     names = ["warning: a.nii", "b.nii"]
-    data = folders(tmp_path, names, names)
-    (tmp_path / "images" / names[0]).write_bytes(b"")
-    with pytest.raises(UserError, match=r"^warning: a: .* is empty"):
-        prepare_data(data)
+    with pytest.raises(UserError, match=r"'warning: a' cannot name a case"):
+        read_dataset(folders(tmp_path, names, names))
 
 
 def test_a_name_that_leaves_room_for_its_ending_is_read(tmp_path: Path) -> None:

@@ -387,7 +387,8 @@ def test_a_case_without_a_label_is_warned_of(tmp_path: Path) -> None:
     del content["training"][0]["label"]
     path.write_text(json.dumps(content))
     line = [f"{WARNING}Small: 1 of 4 cases have no label map: not used (a);"]
-    assert told(checked(data), [line]) and told(checked(data, full=False), [line])
+    assert told(checked(data), [[f"{WARNING}a: {tmp_path / 'imagesTr/a.nii.gz'}: "], line])
+    assert told(checked(data, full=False), [line])
 
 
 @promise("Data", "images without a label ...")

@@ -18,7 +18,7 @@ from unet3d.config.schema import Data, Model
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, warn_once
 from unet3d.data.labels import likely_ignored, misread, options_for
 from unet3d.data.nifti import Remark, in_few_lines, oddities, read_image, replacement
-from unet3d.data.scan import CaseHeader, image_digest, leaks, remarks, scan_case
+from unet3d.data.scan import CaseHeader, channel_digest, image_digest, leaks, remarks, scan_case
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.texts import shown_names
 from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, on_network_grid, read_classes, read_grid
@@ -84,13 +84,16 @@ def check_cases(
         found.warnings += header.warnings
         doubts += header.doubts
         if voxels:
+            if case.label is None:
+                what = "has no label map; it is neither learned from nor scored"
+                found.warnings.append(f"{case.id}: {case.images[0]}: {what}")
             opened = {path: files.headers[path] for path in case.files if path in files.headers}
             odd += remarks(case, opened, oddities)
             _read_content(found, dataset, case, files)
     found.warnings += [*in_few_lines(doubts), *in_few_lines(odd)]
     if found.unknown:
         _propose_label_map(found, dataset)
-    if dataset.announced not in (None, len(dataset.cases)):
+    if voxels and dataset.announced not in (None, len(dataset.cases)):
         what = f"numTraining is {dataset.announced}, but {len(dataset.cases)} cases are found"
         found.warnings.append(f"{dataset.name}: {what}; are files missing, or named otherwise?")
     _check_split(found, dataset, data)
@@ -101,7 +104,7 @@ def _read_content(found: DatasetCheck, dataset: DatasetInfo, case: Case, files: 
     """Note the content of a case if all of it is sound; and problems of files with a sound header, and warnings."""
     problems = list[UserError]()
     labels = kept = frozenset[int]()
-    channels = list[np.ndarray]()
+    digests = list[bytes]()
     values = LabelValues.of_files(dataset)
     if not dataset.label_count:  # no class is known, so that any label will do
         values = values._replace(classes=MAX_LABEL + 1)
@@ -115,7 +118,7 @@ def _read_content(found: DatasetCheck, dataset: DatasetInfo, case: Case, files: 
                     kept = _occurring(on_network_grid(label, case, file.image, files.options.spacing, dataset.ignore))
                     continue
                 image, nonfinite = read_image(file, files.replaces_nonfinite)
-            channels.extend(image)
+            digests += map(channel_digest, image)
             if nonfinite:
                 found.warnings.append(f"{case.id}: {path}: {replacement(nonfinite)}")
         except UserError as error:
@@ -126,7 +129,7 @@ def _read_content(found: DatasetCheck, dataset: DatasetInfo, case: Case, files: 
         return
     if case.label is not None and labels <= {0, dataset.ignore}:
         found.warnings.append(f"{case.id}: {case.label}: has no foreground")
-    found.contents[case.id] = Content(image_digest(channels), labels, kept)
+    found.contents[case.id] = Content(image_digest(digests), labels, kept)
 
 
 def _occurring(label: np.ndarray) -> frozenset[int]:
@@ -179,14 +182,15 @@ def _check_split(found: DatasetCheck, dataset: DatasetInfo, data: Data) -> None:
             return
         learned, scored = ({label for case in part for label in contents[case.id].kept} for part in (train, val))
         stored = {label for case in train for label in contents[case.id].labels}
-        found.warnings += absences(dataset, data, learned, scored, stored)
+        try:
+            found.warnings += absences(dataset, data, learned, scored, stored)
+        finally:  # Absences may be a problem, and this a warning.
+            absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
+            if absent:
+                what = f"{shown_names(absent)} in no held-out case; its score will mean nothing there"
+                found.warnings.append(f"{dataset.name}: {what}")
     except UserError as error:
         found.problems.append(str(error))
-        return
-    absent = [name for name, labels in labels_by_class(dataset).items() if scored.isdisjoint(labels)]
-    if absent:
-        what = f"{shown_names(absent)} in no held-out case; its score will mean nothing there"
-        found.warnings.append(f"{dataset.name}: {what}")
 
 
 def _class_words(dataset: DatasetInfo) -> list[str]:

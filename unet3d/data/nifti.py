@@ -363,7 +363,7 @@ def doubts(image: nib.Nifti1Image, form: str) -> Iterator[Remark]:
     code = int(header["xyzt_units"]) % 8
     if code not in MM:
         unit = UNITS.get(code, f"a unit of code {code}")
-        yield f"lengths are in {unit}", "they are taken for mm, in data.spacing and in distances"
+        yield f"lengths are in {unit}", f"{unit} is taken for mm, in data.spacing and in distances"
 
 
 def _states_two_sizes(affines: Affines) -> bool:

@@ -22,7 +22,7 @@ from unet3d.data.cases import Case, DatasetInfo, raise_listed
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, normalise
 from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, cached, foreground, prepare
-from unet3d.data.scan import DIGEST, CaseHeader, have_changed, image_digest
+from unet3d.data.scan import DIGEST, CaseHeader, channel_digest, have_changed, image_digest
 from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, Volume, read_volume
 
 T = TypeVar("T")
@@ -64,7 +64,9 @@ class CaseReader:
 
     def digest(self, case: Case) -> bytes:
         """Return the digest of the prepared image, by which twins are found."""
-        return image_digest(self(case).image.numpy()) if self.disk is None else self._arrays(case)["digest"].tobytes()
+        if self.disk is not None:
+            return self._arrays(case)["digest"].tobytes()
+        return image_digest(map(channel_digest, self(case).image.numpy()))
 
     def foreground(self, case: Case) -> np.ndarray:
         """Return foreground voxels (C, n) of a case, not normalised; from `disk` where there is one."""
@@ -120,7 +122,7 @@ class CaseReader:
             image = prepared.image.numpy()
             more = {
                 "replaced": np.array(self.replaced[case.id]),
-                "digest": np.frombuffer(image_digest(image), np.uint8),
+                "digest": np.frombuffer(image_digest(map(channel_digest, image)), np.uint8),
             }
             return {"image": image, **label_arrays(prepared), **more}
 
@@ -144,9 +146,10 @@ def label_arrays(case: PreparedCase) -> Arrays:
 
 def labels_of(arrays: Arrays) -> tuple[Tensor, tuple[np.ndarray, ...]]:
     """Return the label map and the voxels of its classes, from `label_arrays`."""
-    numbers, voxels = np.split(arrays["centres"], [1], axis=1)
-    groups = np.split(voxels, np.flatnonzero(np.diff(numbers[:, 0])) + 1)
-    return torch.from_dlpack(arrays["label"]), tuple(groups) if len(voxels) else ()
+    centres = arrays["centres"]
+    classes = min(int(centres[-1, 0]) + 1, len(centres)) if len(centres) else 0  # each has a voxel
+    starts = np.searchsorted(centres[:, 0], range(classes))  # Their numbers ascend: few of them are read.
+    return torch.from_dlpack(arrays["label"]), tuple(np.split(centres[:, 1:], starts)[1:])
 
 
 def usable(

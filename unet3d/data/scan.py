@@ -148,18 +148,18 @@ def _bounded(case: Case, lines: Sequence[str]) -> list[str]:
     return [*lines[:MAX_LINES_OF_CASE], *([f"{case.id}: and {more:,} more of this case"] if more > 0 else [])]
 
 
-def image_digest(channels: Iterable[np.ndarray]) -> bytes:
-    """Return the digest of all images of a case, of its channels (X, Y, Z): equal for equal voxels.
+def image_digest(channels: Iterable[bytes]) -> bytes:
+    """Return the digest of all images of a case, of those of its channels: equal for equal voxels.
 
     Whatever their files say of them, however they are compressed, of whatever type, wherever they lie, in whatever
     order the channels come, and along whatever axes each is stored. Voxels are compared to 12 bits: normalising the
     same ones in another order rounds otherwise.
     """
-    return hashlib.blake2b(b"".join(sorted(map(_channel_digest, channels)))).digest()
+    return hashlib.blake2b(b"".join(sorted(channels))).digest()
 
 
-def _channel_digest(channel: np.ndarray) -> bytes:
-    """Return a digest of the sums of voxels in each plane, the same for each way to turn and mirror the axes."""
+def channel_digest(channel: np.ndarray) -> bytes:
+    """Return a digest of the sums of voxels in each plane of a channel (X, Y, Z), the same however it is turned."""
     bits = (channel.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
     rounded = (bits + np.uint32(1 << 11)) >> np.uint32(12)  # to 12 significant bits; such numbers have exact sums
     profiles = list[bytes]()
@@ -189,7 +189,7 @@ def voxel_digests(
     problems = list[str]()
     for case in progress.track(cases, "comparing images", len(cases)):
         try:
-            by_id[case.id] = image_digest(_channels(case, files))
+            by_id[case.id] = image_digest(map(channel_digest, _channels(case, files)))
         except UserError as error:
             problems.append(str(error))
     shares = ranks.gather((by_id, problems))

@@ -13,6 +13,7 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def save_checkpoint(path: Path, state: dict[str, Any], previous: Path | None = N
         if is_disk_full(cause):
             storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
             size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # nearly all of it
-            free = shutil.disk_usage(path.parent).free
+            free = 0
+            with suppress(OSError):
+                free = shutil.disk_usage(path.parent).free
             advice = f"; it needs {size:,} bytes, {free:,} bytes are free there: {make_room(cause)}"
         raise NotSaved(f"{path}: not saved ({cause.strerror}){advice}") from error
 
