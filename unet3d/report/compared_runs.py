@@ -26,7 +26,6 @@ RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run 
 FOLD = "data.fold"
 MOST_NAMES = 6  # of runs with one value: of more, their number
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
-DATA_PATHS = {"data.root", "data.split", "data.groups"}
 MEAN = ""  # among the classes: the mean of all
 NO_SCORE = Score((), {}, None, None, None, None)
 
@@ -112,7 +111,7 @@ def _settings(run: RunRecord) -> dict[str, str]:
         if key in groups or not run.settings:
             settings[key] = value
     settings |= {key: plain(value) for key, value in compose.flat(run.settings).items()}
-    for key in DATA_PATHS & settings.keys():
+    for key in {"data.root", "data.split", "data.groups"} & settings.keys():
         settings[key] = Path(settings[key]).name  # the same data may be in another folder
     settings.pop("resume", None)
     return settings
