@@ -141,6 +141,8 @@ def _case(name: str, files: Sequence[Path], count: int) -> Case:
     if count > 1 and stems < wanted:
         with suppress(OSError):
             found += [file for file in volumes_in(files[0].parent) if stem(file) in wanted - stems]
+    if len(found) > count:
+        raise UserError(f"{name}: {', '.join(map(str, found))}: two files of one channel; give those to segment")
     return Case(name, in_order(name, found, count), None)
 
 
