@@ -15,7 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unet3d.base import progress
 from unet3d.base.errors import UserError, escaped, is_out_of_files, is_out_of_memory, listed, not_saved, reason, warn
 from unet3d.base.files import NIFTI_ENDINGS, OTHER_ENDINGS
 from unet3d.cli import lifecycle
@@ -189,6 +188,7 @@ def predict(arguments: argparse.Namespace) -> int:
     is_file = _names_file(arguments.out)
     if is_file and shard != (0, 1):
         raise UserError(f"-o {arguments.out}: names one file, --shard a part of many; give a folder")
+    from unet3d.base import progress
     from unet3d.run import predicted_files
     from unet3d.run.predicted_files import RECORD, Origins
 

@@ -26,7 +26,6 @@ from unet3d.config import compose
 from unet3d.config.compose import Composed
 from unet3d.config.schema import Config
 from unet3d.config.words import as_written, not_a_flag
-from unet3d.report import loggers
 
 if TYPE_CHECKING:
     from unet3d.run.record import RunRecord
@@ -249,6 +248,8 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
 def job(config: Config, folder: Path, stop: Stop) -> None:
     """Train once in the folder, in this process or on several ranks, which all call this. Ends early once `stop`."""
     if ranks.RANK == 0 and not config.dry_run:
+        from unet3d.report import loggers
+
         loggers.preload(config)
     with process.loading("torch"):
         import torch._dynamo  # noqa: F401 (the optimizer of the prediction loads it)
