@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -547,3 +548,23 @@ def test_more_objects_than_a_pass_can_look_through_are_refused(monkeypatch: pyte
     model.get_submodule("middle").gain = [[1.0] for _ in range(300)]  # type: ignore[assignment]
     with pytest.raises(UserError, match="more than 200 objects"):
         recompute(model)(image())
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+def test_what_is_put_around_forward_counts_in_every_mode_and_in_copies(is_method: bool) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 3, padding=1)).train()
+    image = torch.randn(IMAGE)
+    wanted = 2 * network(image).detach()
+    recomputed: Any = recompute(network)
+    own = recomputed.forward
+    if is_method:
+        recomputed.own = own
+        recomputed.forward = types.MethodType(lambda self, image: 2 * self.own(image), recomputed)
+    else:
+        recomputed.forward = lambda image: 2 * own(image)
+    for is_training in (True, False):
+        assert torch.allclose(recomputed.train(is_training)(image), wanted, atol=1e-5)
+        if not is_method:
+            assert torch.allclose(copy.deepcopy(recomputed)(image), wanted, atol=1e-5)
+    assert recomputed.train()(image[:0]).shape == (0, *wanted.shape[1:])

@@ -6,7 +6,8 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
@@ -107,31 +108,27 @@ class Recomputed(nn.Module):
         Where somebody has put a function around it, as accelerate does, it is that function.
         """
         schedules = schedules_of(self)
-        if schedules.around is not None:
-            return schedules.around
         own = schedules.network.forward
+        if "forward" in vars(self) and _calls_a_schedule(own):
+            return own
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or not self.training or is_exporting():
                 return own(*args, **kwargs)
-            return schedules.follow(*args, **kwargs)
+            with _as_forward(schedules.network, own):
+                return schedules.follow(*args, **kwargs)
 
         vars(forward)["follows_a_schedule"] = True
         return forward
 
     @forward.setter
     def forward(self, value: Callable[..., Any]) -> None:
-        is_around = _calls_a_schedule(value)
-        schedules_of(self).around = value if is_around else None
-        if not is_around:
-            vars(self)["forward"] = value
+        vars(self)["forward"] = value
 
     @forward.deleter
     def forward(self) -> None:
-        if schedules_of(self).around is None:
-            del vars(self)["forward"]
-        schedules_of(self).around = None
+        del vars(self)["forward"]
 
     def __copy__(self) -> "Recomputed":
         schedules = schedules_of(self)
@@ -169,7 +166,6 @@ class Schedules:
     programs: dict[Any, Program] = field(default_factory=dict)
     prepared: dict[Any, Program] = field(default_factory=dict)  # before a schedule is chosen; networks may share them
     code: Code | None = None
-    around: Callable[..., Any] | None = None  # what somebody has put around the forward that follows schedules
 
     def options(self) -> dict[str, Any]:
         """Return what was asked for."""
@@ -297,6 +293,23 @@ def _calls_a_schedule(function: Any) -> bool:
             waiting += [content_of(cell) for cell in part.__closure__ or ()]
             waiting += [part.__globals__[name] for name in part.__code__.co_names if name in part.__globals__]
     return False
+
+
+@contextmanager
+def _as_forward(network: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Set the network's forward within the context: to the one that somebody has put another function around."""
+    if network.forward == forward:
+        yield
+        return
+    present = vars(network).pop("forward", None)
+    if network.forward != forward:
+        vars(network)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(network).pop("forward", None)
+        if present is not None:
+            vars(network)["forward"] = present
 
 
 def _same(tensor: Tensor) -> Tensor:
