@@ -435,7 +435,8 @@ def test_what_networks_are_made_of_has_rules(operation: nn.Module) -> None:
 
 
 def test_a_rule_is_registered_by_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of docs/extending.md."""
+    """The example of docs/extending.md, whether a reader has added it or not."""
+    monkeypatch.delitem(RULES, "hardshrink", raising=False)
     assert not serves(nn.Hardshrink())
     monkeypatch.setitem(RULES, "hardshrink", None)  # so that it is forgotten behind the test
     rule("hardshrink")(Pointwise)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 import yaml  # type: ignore[import-untyped]
 
@@ -149,8 +149,11 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_csv(path: Path, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Write the CSV of `as_csv` to a file."""
-    write_text(path, as_csv(head, rows))
+    """Write the CSV of `as_csv` to a file, row by row."""
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
+        _write_rows(text, head, rows)
+        text.detach()  # writes what it holds
 
 
 def as_csv(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -159,10 +162,14 @@ def as_csv(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     None is an empty cell.
     """
     text = io.StringIO()
+    _write_rows(text, head, rows)
+    return text.getvalue()
+
+
+def _write_rows(text: TextIO, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     for row in chain([head], rows):
         writer.writerow(map(_cell, row))
-    return text.getvalue()
 
 
 def _cell(value: Any) -> str:

@@ -339,7 +339,7 @@ def check_model(model: Model) -> None:
     for name, needed in (("decoder", levels - 1), ("blocks", levels)):
         numbers = getattr(model, name)
         if numbers is not None and len(numbers) != needed:
-            raise UserError(f"model.{name} has {len(numbers)} numbers; {levels} levels need {needed}")
+            raise UserError(f"model.{name} has {len(numbers)} entries; {levels} levels need {needed}")
     if model.blocks is not None and model.padding == "valid":
         raise UserError("model.blocks needs model.padding=same: each block adds its input, which must be as large")
     if model.blocks is not None and model.widen == "second":

@@ -27,7 +27,7 @@ from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.memory import remedies
 from unet3d.report import held_out
-from unet3d.report.held_out import chosen
+from unet3d.report.held_out import ROLES, chosen
 from unet3d.report.loggers import Loggers
 from unet3d.report.plots import remove_picture
 from unet3d.run.predict import Segmenter
@@ -191,7 +191,7 @@ class Validator:
             with saving(path):
                 write_text(path, both_csv_text(scores, self.data.dataset.classes, read_text(path)))
         for role, (case, title) in self._shown().items():
-            path = self.folder / "figures" / (f"prediction_{role}.png" if role else "prediction.png")
+            path = self._picture(role)
             if not path.exists():
                 with saving(path):
                     labels, header = self._written(case)
@@ -215,7 +215,10 @@ class Validator:
     @property
     def pictures(self) -> list[Path]:
         """Existing pictures: of the best, the median and the worst case, or of the only one."""
-        return sorted((self.folder / "figures").glob("prediction*.png"))
+        return [path for path in map(self._picture, ("", *ROLES)) if path.exists()]
+
+    def _picture(self, role: str) -> Path:
+        return self.folder / "figures" / (f"prediction_{role}.png" if role else "prediction.png")
 
     def _shown(self) -> dict[str, tuple[Case, str]]:
         """Return the cases to draw and their titles, chosen by the scores of the last validation."""
