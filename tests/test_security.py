@@ -269,7 +269,7 @@ def test_a_checkpoint_that_describes_a_huge_network_takes_no_memory(
     "checkpoints and run folders",
     "a window that does not fit into the device's memory is refused before memory is taken",
 )
-@without("unet3d.memory.simulate.refuse_large_window", nothing)
+@without("unet3d.run.predict.refuse_large_window", nothing)
 def test_a_checkpoint_that_names_a_huge_window_takes_no_memory(
     given: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
