@@ -8,7 +8,7 @@ from typing import NamedTuple
 import nibabel as nib
 import numpy as np
 
-from unet3d.planning.fingerprint import ChannelIntensity, ClassShare, Fingerprint
+from unet3d.planning.fingerprint import ChannelIntensity, Fingerprint
 
 
 class Kind(NamedTuple):
@@ -90,33 +90,18 @@ def fingerprint(kind: Kind, cases: int = 100) -> Fingerprint:
     """Return the fingerprint of so many equal cases of a kind, without any file."""
     held_out = cases // 5
     extent = [length * mm / 3 for length, mm in zip(kind.shape, kind.spacing, strict=True)]
-    intensities = []
-    for name in kind.channels:
-        intensities.append(
-            ChannelIntensity(
-                name,
-                low=kind.air,
-                median=0,
-                high=kind.tissue,
-                mean=0,
-                std=1,
-                foreground_mean=1,
-                foreground_std=1,
-                is_ct_like=kind.air < 0,
-            )
-        )
+    percentiles = (kind.air, 0, kind.tissue)
+    channels = [ChannelIntensity(name, percentiles, 0, 1, (1, 1), is_ct_like=kind.air < 0) for name in kind.channels]
     return Fingerprint(
         name="phantoms",
-        cases=cases,
         training_cases=cases - held_out,
         held_out=[(kind.shape, kind.spacing)] * held_out,
         sampled_cases=20,
         shapes=[kind.shape] * cases,
         spacings=[kind.spacing] * cases,
-        channels=kind.channels,
-        classes=tuple(ClassShare(name, 1 / len(kind.classes), 1.0) for name in kind.classes),
+        classes=[(name, 1 / len(kind.classes), 1.0) for name in kind.classes],
         model={"in_channels": len(kind.channels), "classes": len(kind.classes)},
-        intensities=tuple(intensities),
+        channels=channels,
         ordered_axes=(),
         cut_axes=(),
         foreground=(extent[0], extent[1], extent[2]),

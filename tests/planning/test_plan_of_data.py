@@ -171,8 +171,8 @@ def test_a_run_takes_the_spacing_that_is_planned(spacings: Sequence[float], reas
 def test_a_saturated_foreground_is_planned_with_z_scores(name: str) -> None:
     """A run refuses CT's scale of it."""
     read = fingerprint(KINDS["ct"])
-    channels = [channel._replace(name=name, foreground_std=0.0) for channel in read.intensities]
-    draft = Draft(compose.compose(["device=cpu"]), (), replace(read, intensities=tuple(channels)), MIB, None)
+    channels = [channel._replace(name=name, foreground=(1.0, 0.0)) for channel in read.channels]
+    draft = Draft(compose.compose(["device=cpu"]), (), replace(read, channels=channels), MIB, None)
     choose_intensity(draft)
     assert draft.options["data.intensity"] == "zscore" and "one value" in draft.decisions[-1].reason
 
@@ -263,8 +263,8 @@ def test_each_kind_is_planned_from_its_files_and_its_step_runs(name: str, tmp_pa
     config = compose.compose(words)
     read = read_fingerprint(config.data)
     assert len(read.shapes) == 4
-    assert [share.name for share in read.classes] == list(kind.classes)
-    assert all(channel.is_ct_like == (name == "ct") for channel in read.intensities)
+    assert [name for name, *_ in read.classes] == list(kind.classes)
+    assert all(channel.is_ct_like == (name == "ct") for channel in read.channels)
     levels = len(sized_patches(kind.spacing, read.shapes[0])[0].levels.kernels)
     features = f"model.features=[{','.join(['2'] * levels)}]"
     config = compose.compose([*words, features, "data.patch=[512,512,512]"])
@@ -299,9 +299,9 @@ def test_regions_of_more_labels_than_there_are_regions_are_read_and_each_has_its
     root = make_brain(tmp_path / "brain", labels=labels, regions_class_order=[1, 2])
     read = read_fingerprint(compose.compose(["data=nnunet", f"data.root={root}"]).data)
     background, whole, core = read.classes
-    assert (background.name, whole.name, core.name) == ("background", "whole", "core")
-    assert 0 < core.voxels < whole.voxels and background.voxels + whole.voxels == pytest.approx(1)
-    assert whole.cases == core.cases == 1
+    assert (background[0], whole[0], core[0]) == ("background", "whole", "core")
+    assert 0 < core[1] < whole[1] and background[1] + whole[1] == pytest.approx(1)
+    assert whole[2] == core[2] == 1
 
 
 @pytest.mark.slow

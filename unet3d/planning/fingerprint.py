@@ -31,25 +31,14 @@ AIR = -900  # CT numbers (Hounsfield units) of air lie below, of soft tissue and
 Triple = tuple[float, float, float]
 
 
-class ClassShare(NamedTuple):
-    """How much of the sampled cases a class fills."""
-
-    name: str
-    voxels: float  # share of all voxels
-    cases: float  # share of the cases in which it occurs
-
-
 class ChannelIntensity(NamedTuple):
     """Intensities of a channel in the sampled cases: of all voxels, and of those with a foreground class."""
 
     name: str
-    low: float  # percentile .5
-    median: float
-    high: float  # percentile 99.5
+    percentiles: Sequence[float]  # by PERCENTILES
     mean: float
     std: float
-    foreground_mean: float | None  # None without foreground
-    foreground_std: float | None
+    foreground: tuple[float, float] | None  # mean and SD; None without foreground
     is_ct_like: bool  # air is near -1000 and all numbers are whole
 
 
@@ -58,16 +47,14 @@ class Fingerprint:
     """Sizes, intensities and classes of a data set, from which a plan follows. Axes are x, y, z in RAS."""
 
     name: str
-    cases: int  # Cases with labels.
     training_cases: int
     held_out: list[tuple[tuple[int, int, int], Triple]]  # shape (voxels) and spacing (mm) of each held-out case
     sampled_cases: int
     shapes: list[tuple[int, int, int]]  # Each case's, as stored (voxels).
     spacings: list[Triple]  # Each case's, as stored (mm).
-    channels: tuple[str, ...]
-    classes: tuple[ClassShare, ...]  # The background and each class, or each region: their shares overlap.
+    classes: list[tuple[str, float, float]]  # Each one's name, share of voxels, and of cases; those of regions overlap.
     model: Mapping[str, Any]  # options of the network that follow from the data
-    intensities: tuple[ChannelIntensity, ...]
+    channels: list[ChannelIntensity]
     ordered_axes: tuple[int, ...]  # along which two classes keep their order in every sampled case
     cut_axes: tuple[int, ...]  # across which classes meet in a plane of voxels, in nearly every sampled case
     foreground: Triple  # median extent of the foreground in the sampled cases (mm)
@@ -99,16 +86,14 @@ def read_fingerprint(data: Data) -> Fingerprint:
     samples = [_sample(dataset, case, data) for case in track(chosen, "sampling intensities and labels", len(chosen))]
     return Fingerprint(
         name=dataset.name,
-        cases=len(cases),
         training_cases=len(train),
         held_out=[(grid_of[case.id].shape, grid_of[case.id].spacing) for case in val],
         sampled_cases=len(samples),
         shapes=[grid.shape for grid in grid_of.values()],
         spacings=[grid.spacing for grid in grid_of.values()],
-        channels=dataset.channels,
         classes=_class_shares(dataset, samples),
         model=build.options_of_data(dataset),
-        intensities=tuple(_intensity(name, number, samples) for number, name in enumerate(dataset.channels)),
+        channels=[_intensity(name, number, samples) for number, name in enumerate(dataset.channels)],
         ordered_axes=_ordered_axes(samples),
         cut_axes=_cut_axes(samples),
         foreground=_median_extent(samples),
@@ -171,34 +156,25 @@ def _flat_shares(label: np.ndarray, labels: int) -> np.ndarray | None:
     return flat / touching if touching else None
 
 
-def _class_shares(dataset: DatasetInfo, samples: Sequence[CaseSample]) -> tuple[ClassShare, ...]:
-    """Return the share of each class, or of the background and of each region, which holds several labels."""
+def _class_shares(dataset: DatasetInfo, samples: Sequence[CaseSample]) -> list[tuple[str, float, float]]:
+    """Return the shares of each class, or of the background and of each region, which holds several labels."""
     counts = np.array([sample.counts for sample in samples])
     regions = dataset.regions
     labels_of = [(label,) for label in range(dataset.label_count)] if regions is None else [(0,), *regions.labels]
     shares = []
     for name, labels in zip(dataset.classes, labels_of, strict=True):
         held = counts[:, labels].sum(1)
-        shares.append(ClassShare(name, float(held.sum() / max(1, counts.sum())), float((held > 0).mean())))
-    return tuple(shares)
+        shares.append((name, float(held.sum() / max(1, counts.sum())), float((held > 0).mean())))
+    return shares
 
 
 def _intensity(name: str, channel: int, samples: Sequence[CaseSample]) -> ChannelIntensity:
     values = np.concatenate([sample.voxels[channel] for sample in samples])
     foreground = np.concatenate([sample.foreground[channel] for sample in samples])
-    low, median, high = np.percentile(values, PERCENTILES).tolist()
-    is_whole = bool((values == np.rint(values)).all())
-    return ChannelIntensity(
-        name,
-        low,
-        median,
-        high,
-        float(values.mean()),
-        float(values.std()),
-        float(foreground.mean()) if foreground.size else None,
-        float(foreground.std()) if foreground.size else None,
-        is_ct_like=is_whole and low <= AIR and high > 0,
-    )
+    percentiles = np.percentile(values, PERCENTILES).tolist()
+    is_ct_like = percentiles[0] <= AIR and percentiles[-1] > 0 and bool((values == np.rint(values)).all())
+    of_foreground = (float(foreground.mean()), float(foreground.std())) if foreground.size else None
+    return ChannelIntensity(name, percentiles, float(values.mean()), float(values.std()), of_foreground, is_ct_like)
 
 
 def _ordered_axes(samples: Sequence[CaseSample]) -> tuple[int, ...]:
@@ -233,12 +209,19 @@ def tables(fingerprint: Fingerprint) -> list[tuple[str, Table]]:
     """Return the fingerprint as titled tables for people."""
     rows = [_spread("size x y z (voxels)", fingerprint.shapes)]
     rows.append(_spread("spacing x y z (mm)", fingerprint.spacings))
-    title = f"{fingerprint.name}: {fingerprint.cases} cases with labels, {fingerprint.training_cases} to learn from"
+    title = (
+        f"{fingerprint.name}: {len(fingerprint.shapes)} cases with labels, {fingerprint.training_cases} to learn from"
+    )
     parts = [(title, Table(["headers of all cases", "smallest", "median", "largest"], rows))]
-    rows = [[share.name, percent(share.voxels, 1), percent(share.cases, 1)] for share in fingerprint.classes]
+    rows = [[name, percent(voxels, 1), percent(cases, 1)] for name, voxels, cases in fingerprint.classes]
     sample = f"of {fingerprint.sampled_cases} cases"
     parts.append((f"Classes, {sample}", Table(["class", "share of voxels", "share of cases"], rows)))
-    rows = [_row_of_channel(channel) for channel in fingerprint.intensities]
+    rows = []
+    for channel in fingerprint.channels:
+        cells = [f"{number:.4g}" for number in channel.percentiles]
+        cells.append(f"{channel.mean:.3g} ± {channel.std:.3g}")
+        cells.append("{:.3g} ± {:.3g}".format(*channel.foreground) if channel.foreground else "")
+        rows.append([channel.name, *cells, "yes" if channel.is_ct_like else "no"])
     head = ["channel", "0.5 %", "median", "99.5 %", "mean ± SD", "foreground", "like CT"]
     parts.append((f"Intensities, {sample}", Table(head, rows)))
     return parts
@@ -248,12 +231,3 @@ def _spread(name: str, triples: Sequence[Sequence[float]]) -> list[str]:
     """Return the smallest, median and largest of each axis."""
     quantiles = np.quantile(triples, (0, 0.5, 1), axis=0)
     return [name, *(" x ".join(f"{value:.3g}" for value in row) for row in quantiles)]
-
-
-def _row_of_channel(channel: ChannelIntensity) -> list[str]:
-    cells = [f"{number:.4g}" for number in (channel.low, channel.median, channel.high)]
-    cells.append(f"{channel.mean:.3g} ± {channel.std:.3g}")
-    foreground = ""
-    if channel.foreground_mean is not None:
-        foreground = f"{channel.foreground_mean:.3g} ± {channel.foreground_std:.3g}"
-    return [channel.name, *cells, foreground, "yes" if channel.is_ct_like else "no"]

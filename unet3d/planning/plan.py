@@ -67,12 +67,7 @@ def like_nnunet(config: Config, given: Collection[str], fingerprint: Fingerprint
 
     Raises UserError for a spacing that no run takes.
     """
-    chosen = nnunet_plan(
-        fingerprint.shapes,
-        fingerprint.spacings,
-        fingerprint.model["classes"],
-        cases=fingerprint.cases,
-    )
+    chosen = nnunet_plan(fingerprint.shapes, fingerprint.spacings, fingerprint.model["classes"])
     most = max(map(partial(growth, target=chosen.spacing), fingerprint.shapes, fingerprint.spacings))
     if most > MAX_GROWTH and "data.spacing" not in given:
         spacing = sizes_text(chosen.spacing)
@@ -136,7 +131,7 @@ def choose_intensity(draft: Draft) -> None:
     """Choose the rule of intensities: data.intensity=ct also where no name says that the channels are CT."""
     if draft.is_given("data.intensity"):
         return
-    channels = draft.fingerprint.intensities
+    channels = draft.fingerprint.channels
     are_named = all(channel.name.upper() == "CT" for channel in channels)
     is_ct = all(channel.is_ct_like for channel in channels)
     choice = "z-score per volume"
@@ -144,7 +139,7 @@ def choose_intensity(draft: Draft) -> None:
     if not is_ct and not are_named:
         has_ct = any(channel.is_ct_like for channel in channels)
         reason = "not every channel is CT" if has_ct else "no channel is CT"
-    elif any(channel.foreground_std == 0 for channel in channels):
+    elif any(channel.foreground and channel.foreground[1] == 0 for channel in channels):
         draft.set("data.intensity", "zscore")
         reason = "the foreground has one value: on a scale of CT every image would become constant"
     else:
