@@ -73,7 +73,7 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
     "unet3d.run.predict.load": ("predict", "net.pt", "images", "-o", "out"),
     "unet3d.run.publish.publish": ("publish", "net.pt", "-o", "out.pt"),
     "unet3d.run.publish.score": ("score", "net.pt", "seed=1", "-o", "out"),
-    "unet3d.cli.memory_of_config.print_explanation": ("memory",),
+    "unet3d.cli.memory_answers.print_explanation": ("memory",),
     "unet3d.cli.memory_answers.print_fit": ("memory", "fit", "budget=1GiB"),
     "unet3d.report.report.write_report": ("report", "."),
     "unet3d.report.compare.compare_runs": ("compare", "."),

@@ -13,7 +13,7 @@ import pytest
 from promises import promise
 from training import TINY, face, fill
 
-from unet3d.cli import memory_of_config
+from unet3d.cli import memory_answers
 from unet3d.memory.prediction import MemoryEstimate
 
 Act = Callable[[Path], int]
@@ -47,7 +47,7 @@ ROOM |= {"report": (320,)}
 @pytest.fixture(autouse=True)
 def only_the_step_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """`memory` simulates no other networks beside it, which takes long and writes nothing."""
-    monkeypatch.setattr(memory_of_config, "narrowed", nothing_beside)
+    monkeypatch.setattr(memory_answers, "narrowed", nothing_beside)
     monkeypatch.setattr(MemoryEstimate, "without", nothing_beside)
 
 

@@ -614,7 +614,7 @@ def test_memory_is_predicted_without_the_phantom(
 ) -> None:
     """What would need less is left out: its schedules take seconds to find."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("unet3d.cli.memory_of_config.remedies.single_techniques", lambda asked: [])
+    monkeypatch.setattr("unet3d.cli.memory_answers.remedies.single_techniques", lambda asked: [])
     words = ["data=phantom", "model=unet_tiny", "data.patch=[16,16,16]", "model.features=[4,8]"]
     assert face("memory", *words) == 0
     assert list(tmp_path.iterdir()) == [] and "peak" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.base.types import Batch
-from unet3d.cli.memory_of_config import narrowed
+from unet3d.cli.memory_answers import narrowed
 from unet3d.config import compose
 from unet3d.memory import breakdown, tables
 from unet3d.memory.breakdown import Levels, peak_moment

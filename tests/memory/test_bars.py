@@ -10,7 +10,7 @@ from training import PLAIN
 
 from unet3d.base import progress
 from unet3d.base.errors import UserError
-from unet3d.cli import memory_answers, memory_of_config
+from unet3d.cli import memory_answers
 from unet3d.config import compose
 from unet3d.config.schema import Config
 from unet3d.memory import remedies as search_of_ways
@@ -46,7 +46,7 @@ def choose_segments() -> None:
 
 
 LONG: dict[str, tuple[Callable[[], object], int]] = {  # and how many bars, at least
-    "memory": (lambda: memory_of_config.print_explanation([*WORDS, "seed=1"], half=False, out=None), 1),
+    "memory": (lambda: memory_answers.print_explanation([*WORDS, "seed=1"], half=False, out=None), 1),
     "peaks": (lambda: memory_answers.print_peaks([[*WORDS, "batch=1"], [*WORDS, "batch=2"]], False, None), 1),
     "fit": (lambda: memory_answers.print_fit([*WORDS, "budget=0.2MiB"]), 1),
     "segments": (choose_segments, 2),

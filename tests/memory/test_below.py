@@ -300,9 +300,9 @@ def rows_of_layers(printed: str) -> dict[str, str]:
 def test_the_table_by_layer_can_be_drilled_down(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unet3d.cli.memory_of_config.narrowed", lambda subject: {})
-    monkeypatch.setattr("unet3d.cli.memory_of_config.family", lambda subject, overrides: [subject])
-    monkeypatch.setattr("unet3d.cli.memory_of_config.remedies.single_techniques", lambda asked: [])
+    monkeypatch.setattr("unet3d.cli.memory_answers.narrowed", lambda subject: {})
+    monkeypatch.setattr("unet3d.cli.memory_answers.family", lambda subject, overrides: [subject])
+    monkeypatch.setattr("unet3d.cli.memory_answers.remedies.single_techniques", lambda asked: [])
     wanted = {}
     for depth in (1, 2, 9):
         for row in checked(capsys, *NET, "--depth", depth)["layers"]:

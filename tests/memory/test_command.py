@@ -15,7 +15,7 @@ from promises import promise
 from training import PLAIN, face
 
 from unet3d.base.types import mib
-from unet3d.cli.memory_of_config import family, narrowed
+from unet3d.cli.memory_answers import family, narrowed
 from unet3d.config import compose
 from unet3d.memory.prediction import estimate
 
@@ -69,8 +69,8 @@ def test_a_relative_with_more_parameters_and_a_lower_peak_is_explained(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unet3d.config.compose.choices", lambda group: ["forum_32"])
-    monkeypatch.setattr("unet3d.cli.memory_of_config.narrowed", lambda subject: {})
-    monkeypatch.setattr("unet3d.cli.memory_of_config.remedies.single_techniques", lambda asked: [])
+    monkeypatch.setattr("unet3d.cli.memory_answers.narrowed", lambda subject: {})
+    monkeypatch.setattr("unet3d.cli.memory_answers.remedies.single_techniques", lambda asked: [])
     words = ["data.patch=[48,32,32]", "batch=1", "amp=true", "model.in_channels=1", "model.classes=2", *PLAIN]
     assert memory("model=forum_small", *words) == 0
     said = capsys.readouterr().out

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_all(jobs)
     if arguments.below is not None:
         return _check(arguments, jobs[0])
-    from unet3d.cli import memory_answers, memory_of_config
+    from unet3d.cli import memory_answers
 
     if is_fit:
         memory_answers.print_fit(jobs[0])
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif len(jobs) > 1:
         memory_answers.print_peaks(jobs, arguments.half, arguments.out)
     else:
-        memory_of_config.print_explanation(jobs[0], arguments.half, arguments.out, arguments.depth)
+        memory_answers.print_explanation(jobs[0], arguments.half, arguments.out, arguments.depth)
     return 0
 
 
@@ -102,9 +102,9 @@ def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = compose.compose(overrides)
     if config.budget is not None and config.recompute != "auto":
         raise UserError("--below is the limit; remove budget=, or add recompute=auto")
-    from unet3d.cli import memory_answers, memory_of_config
+    from unet3d.cli import memory_answers
 
-    predict = partial(memory_of_config.estimated, overrides, arguments.half)
+    predict = partial(memory_answers.estimated, overrides, arguments.half)
     return memory_answers.print_check(predict, config, arguments)
 
 
@@ -120,7 +120,8 @@ def _explain_module(arguments: argparse.Namespace, jobs: Sequence[Sequence[str]]
         raise UserError(f"--input {arguments.input}: {example}")
     shape = [int(size) for size in arguments.input.split("x")]
     keywords = network_keywords(arguments.args)
-    from unet3d.cli.memory_answers import OwnNetwork, print_check, print_module, print_peaks_of
+    from unet3d.cli.memory_answers import print_check, print_module, print_peaks_of
+    from unet3d.memory.any_network import OwnNetwork
 
     make = partial(OwnNetwork, arguments.module, keywords)
     if arguments.below is not None:

@@ -1,6 +1,7 @@
-"""`unet3d memory`, but for the explanation of one config: answers from simulated steps.
+"""Answers of `unet3d memory` from simulated steps.
 
-Peaks of several configs side by side, curves, what fits a budget, any network (`--module`), a limit (`--below`).
+Where the memory of one config's step goes, with narrower networks and its family; peaks of several configs side by
+side, curves, what fits a budget, any network (`--module`), a limit (`--below`).
 """
 
 import argparse
@@ -8,36 +9,38 @@ import json
 import math
 import re
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
 
 from unet3d import build
 from unet3d.base import process
-from unet3d.base.errors import ForeseenError, UserError, escaped, is_out_of_memory, reason, warn
-from unet3d.base.files import write_csv
+from unet3d.base.errors import UserError, escaped, warn
+from unet3d.base.files import write_csv, write_json, write_text
 from unet3d.base.progress import track
-from unet3d.base.terminal import NARROW, WIDE, narrow_tables, paper, terminal_table
-from unet3d.base.types import MIB, Table, budget_bytes, mib
-from unet3d.cli.memory_of_config import scaled_width, sizes_of_schedules
+from unet3d.base.terminal import NARROW, WIDE, narrow_tables, paper, plain_text, terminal_table
+from unet3d.base.types import MIB, Table, budget_bytes, mib, percent
+from unet3d.config import compose
 from unet3d.config.schema import Config
-from unet3d.memory import any_network, remedies, tables
-from unet3d.memory.any_network import Check, Explanation
-from unet3d.memory.meter import STEPS_FOR_PEAK
-from unet3d.memory.prediction import MemoryEstimate, estimate, left_out, recompute_line
-from unet3d.recomputing.module import Recomputed, schedules_of
-from unet3d.recomputing.program import Program
-from unet3d.report import explained, memory_plots
+from unet3d.memory import breakdown, remedies, tables
+from unet3d.memory.allocator import Settings
+from unet3d.memory.any_network import Explanation, OwnNetwork, compare
+from unet3d.memory.breakdown import dtype_name, layer_names, stage_of
+from unet3d.memory.meter import STEPS_FOR_PEAK, peak_of
+from unet3d.memory.prediction import MemoryEstimate, estimate, left_out, recompute_line, usual_estimates
+from unet3d.memory.technique import some_schedules, step_peak
+from unet3d.report import explained, memory_plots, report
 from unet3d.report.plots import comparison_plot
+from unet3d.run import record
 from unet3d.run.pretrained import with_init_names
 
+GROUPS_SHOWN = 10  # of tensors
 ABOVE = 1  # the exit code where the peak is more than the limit
 ROWS_SHOWN = 24  # of the table of what fits
 ESCAPED = re.compile(r"[\\](.)")
@@ -47,6 +50,254 @@ SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
 WORK = "recompute: forward passes in a step"
 SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
 POINTS = len(BATCHES + SCALES + SIZES)  # of a job, at most
+
+
+def estimated(overrides: Sequence[str], half: bool) -> MemoryEstimate:
+    """Return the memory of `python train.py OVERRIDES`, whose init is read for the weights that it loads.
+
+    Raises UserError.
+    """
+    subject = estimate(with_init_names(overrides), half)
+    is_cpu = build.device_type(subject.config) == "cpu"  # an allocator settles later
+    return replace(subject, steps=STEPS_FOR_PEAK) if is_cpu else subject
+
+
+def print_explanation(overrides: Sequence[str], half: bool, out: Path | None, depth: int | None = None) -> None:
+    """Print where the memory of a step goes; with `out`, also write it there, with report, figures and tables.
+
+    Layers have their names' first `depth` parts; None: short names, or the full ones in a network of the user's.
+    """
+    overrides = with_init_names(overrides)
+    subject = estimate(overrides, half)
+    if depth is not None:
+        subject.ledger.layer = layer_names(subject.meter.model, depth)
+    narrower = narrowed(subject)
+    relatives = family(subject, overrides)
+    for network in track([subject, *narrower.values(), *relatives], "networks"):
+        _ = network.meter  # simulates
+    relatives.sort(key=lambda relative: -relative.parameters)
+    advice = tables.peak_location(subject.entry)
+    halved = narrower.get(advice["level"])
+    if halved is not None:
+        advice["override"] = " ".join(remedies.width_overrides(halved.model))
+        advice["halved_peak_bytes"] = halved.step.tensors
+    without = subject.without()
+    text = plain_text(_sections(subject, advice, without, narrower, relatives), WIDE)
+    print(text, end="")
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "explained.txt", text)
+    write_text(out / "config.yaml", compose.to_yaml(subject.config))
+    memory = {"about": _summary(subject), "parameters": subject.parameters, "predicted": subject.entry}
+    write_json(out / "memory.json", memory | {"advice": advice, "without": without})
+    memory_plots.write_ledger_files(subject.ledger, out)
+    print(escaped(report.write_report(record.read_run(out))))
+
+
+def narrowed(subject: MemoryEstimate) -> dict[int, MemoryEstimate]:
+    """Return the networks with half the width at a level, by level.
+
+    A level is left out where that cannot be: where groups of 8 would have 4 channels, for example.
+    """
+    narrower = {}
+    for level in range(len(subject.model.features)):
+        model_config = remedies.resized(subject.model, partial(scaled_width, 0.5, [level]))
+        if model_config != subject.model and remedies.is_allowed(subject.config, model_config):
+            narrower[level] = replace(subject, model=model_config, steps=STEPS_FOR_PEAK)
+    return narrower
+
+
+def scaled_width(scale: float, levels: Sequence[int], level: int, width: int) -> int:
+    """Return the width of a level, scaled if it is one of these levels."""
+    return max(1, round(width * scale)) if level in levels else width
+
+
+def family(subject: MemoryEstimate, overrides: Sequence[str]) -> list[MemoryEstimate]:
+    """Return the named networks whose names begin alike, under the same overrides.
+
+    Only the subject where the overrides set widths or name a network of the user's own.
+    """
+    relatives = [subject]
+    model_config = subject.config.model
+    try:
+        named = compose.compose([f"model={subject.name}", f"data.patch={subject.config.data.patch}"]).model
+    except UserError:  # the named network is too deep for this patch, or is none of the package's
+        return relatives
+    is_named = (named.features, named.decoder) == (model_config.features, model_config.decoder)
+    if not is_named or not subject.model.features:
+        return relatives
+    stem = subject.name.partition("_")[0]
+    rest = [override for override in overrides if not override.startswith("model=")]
+    for name in compose.choices("model"):
+        if name.partition("_")[0] == stem and name != subject.name:
+            with suppress(UserError):  # a relative that this patch or option does not suit
+                relative = estimate([f"model={name}", *rest], half=subject.dtype is torch.float16)
+                relatives.append(replace(relative, steps=STEPS_FOR_PEAK))
+    return relatives
+
+
+def _sections(
+    subject: MemoryEstimate,
+    advice: Mapping[str, Any],
+    without: Mapping[str, int],
+    narrower: Mapping[int, MemoryEstimate],
+    relatives: Sequence[MemoryEstimate],
+) -> Iterator[str | tuple[str, Table]]:
+    """Yield how high the peak is, when it is, what it is made of, what options do to it, and what other networks need.
+
+    Those are lines, and tables with titles. `without`: each option that saves memory and is used, with the peak without
+    it, in bytes. `narrower`: by level; `relatives`: of the family.
+    """
+    entry = subject.entry
+    peak = subject.step.tensors
+    yield _summary(subject)
+    yield f"predicted peak of a step: {mib(peak)} MiB ({tables.predicted_kind(entry)}), {tables.moment(entry)}"
+    yield tables.sentence(advice, peak)
+    yield "What the prediction includes", _kinds_of_peak(subject)
+    yield from tables.guessed(subject.meter.guesses)
+    if subject.meter.for_gpu:
+        yield tables.CUDA_SIZES
+    for storage in subject.ledger.storages:
+        if storage.operation == "aten.convolution.default" and not storage.scope.is_in_tiles:
+            shape = " x ".join(map(str, storage.shape))
+            yield f"the first convolution's output: {shape} {dtype_name(storage.dtype)} = {storage.bytes:,} bytes"
+            break
+    yield "Peak per phase", tables.phases(entry)
+    yield "At the peak, by what it is for", tables.categories(entry)
+    yield "At the peak, by level of the U", tables.levels(entry)
+    yield "At the peak, by layer", tables.layers(entry)
+    yield "At the peak, the largest groups of tensors", _groups(subject)
+    if without:
+        yield "Peak without each option (predicted)", tables.single_techniques(without, peak)
+    if subject.dtype is torch.float32:
+        yield "Peak with each further option alone (predicted)", _further(subject)
+    if subject.technique.program is not None:
+        yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
+    yield "What parameters cost", tables.state(entry, subject.parameters)
+    yield "Usual estimates and their error", tables.estimates(usual_estimates(subject), peak)
+    if narrower:
+        yield "Half the width at one level (predicted)", _widths(subject, narrower)
+    if len(relatives) > 1:
+        yield "Networks of this family, same patch, batch and policy (predicted)", _family_table(relatives)
+        yield from _paradoxes(subject, relatives)
+
+
+def _groups(subject: MemoryEstimate) -> Table:
+    """Return the largest groups of equal tensors at the peak."""
+    groups = breakdown.held(subject.ledger, breakdown.peak_moment(subject.ledger))[:GROUPS_SHOWN]
+    rows = []
+    for group in groups:
+        tensors = f"{group.number} x {group.shape} {group.dtype}"
+        share = percent(group.bytes, subject.step.tensors)
+        rows.append([tensors, tables.NAMES[group.category], mib(group.bytes), share])
+    return Table(["tensors", "for", "MiB", "share"], rows)
+
+
+def _further(subject: MemoryEstimate) -> Table:
+    """Return the peak with each option that saves memory and that the step does not use."""
+    rows = []
+    for option in remedies.single_techniques(subject):
+        less = subject.step.tensors - option.step.tensors
+        sizes = [mib(option.step.tensors), mib(less), percent(less, subject.step.tensors)]
+        rows.append([*option.overrides, *sizes, f"{option.repeated:+.0%}", option.changes])
+    return Table(["option", "peak with it (MiB)", "saved (MiB)", "share", "FLOPs", "changes"], rows)
+
+
+def _schedules(subject: MemoryEstimate) -> Table:
+    """Return what the plain step needs and, with recompute, steps of ever more work."""
+    (_, plain), *sizes = sizes_of_schedules(subject)
+    rows = [["recompute=none", "1.00", mib(plain), ""]]
+    for work, size in sizes:
+        rows.append(["recompute=auto", f"{work:.2f}", mib(size), percent(plain - size, plain)])
+    return Table(["option", "forward passes in a step", "peak (MiB)", "saved"], rows)
+
+
+def sizes_of_schedules(subject: MemoryEstimate) -> list[tuple[float, int]]:
+    """Return work (in forward passes) and peak (bytes) of the plain step, and of steps by some schedules.
+
+    From the least work on.
+    """
+    points = [(1.0, step_peak(replace(subject.config, recompute="none"), subject.model).tensors)]
+    for technique in track(some_schedules(subject.config, subject.model, subject.dtype), "schedules"):
+        assert technique.program is not None
+        step = step_peak(subject.config, subject.model, technique)
+        points.append((technique.program.schedule.work, step.tensors))
+    return points
+
+
+def _summary(subject: MemoryEstimate) -> str:
+    """Return the config in a line."""
+    config = subject.config
+    autocast = build.policy(config, "cpu").dtype
+    precision = f"amp {dtype_name(autocast)}" if autocast else dtype_name(subject.dtype)
+    recompute = f"at most {config.ckpt} checkpointed segments" if config.ckpt else "no checkpointing"
+    if subject.technique.program is not None:
+        recompute = recompute_line(config, subject.technique.program)
+    patch = "x".join(map(str, config.data.patch))
+    step = f"patch {patch}, batch {config.batch}, {precision}, on {build.device_type(config)}"
+    return f"{subject.name}: {subject.parameters:,} parameters; {step}; {recompute}"
+
+
+def _kinds_of_peak(subject: MemoryEstimate) -> Table:
+    """Return a row for each kind of predicted peak: exact, replay, or not known here."""
+    rows = [["tensors", mib(subject.step.tensors), "exact count"]]
+    if build.device_type(subject.config) == "cuda":
+        step = peak_of(subject.ledger, Settings())
+        rows += [
+            ["requested: with workspaces of convolutions", mib(step.requested), "estimate"],
+            ["allocated: blocks given out", mib(step.allocated), "replay"],
+            ["reserved by the allocator", mib(step.reserved), "replay"],
+            ["reserved, PYTORCH_ALLOC_CONF=expandable_segments:True", mib(step.expandable), "replay"],
+            ["CUDA context", "", "constant of the GPU, outside of the allocator; not predicted"],
+        ]
+    return Table(["predicted peak of a step", "MiB", "kind"], rows)
+
+
+def _widths(subject: MemoryEstimate, narrower: Mapping[int, MemoryEstimate]) -> Table:
+    """Return what half the width at each level saves, in bytes and in parameters."""
+    rows = []
+    for level, other in narrower.items():
+        peak = [mib(other.step.tensors), f"{other.step.tensors / subject.step.tensors - 1:+.0%}"]
+        parameters = [f"{other.parameters:,}", f"{other.parameters / subject.parameters - 1:+.0%}"]
+        width = f"{subject.model.features[level]} -> {other.model.features[level]}"
+        rows.append([str(level), width, *peak, *parameters])
+    return Table(["level", "width", "peak (MiB)", "change", "parameters", "change"], rows)
+
+
+def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
+    """Return one row per network: where its memory and its parameters are."""
+    columns = ["network", "widths", "parameters", "peak (MiB)", "of it at full resolution", "channels joined there"]
+    rows = []
+    for relative in relatives:
+        peak = relative.step.tensors
+        widths = "-".join(map(str, relative.model.features))
+        share = f"{relative.entry['levels'][0]['bytes'] / peak:.0%}"  # of full resolution
+        rows.append([relative.name, widths, f"{relative.parameters:,}", mib(peak), share, _joined(relative)])
+    return Table(columns, rows)
+
+
+def _joined(subject: MemoryEstimate) -> str:
+    """Return the channels of the skip and of what comes from below where a U-Net joins them at full resolution."""
+    stage = f"up{len(subject.model.features) - 1}"
+    skip = subject.model.features[0]
+    for storage in subject.ledger.storages:
+        if storage.operation == "aten.cat.default" and stage_of(storage.scope.module) == stage:
+            channels = storage.shape[1]
+            return f"{skip} + {channels - skip} = {channels}"
+    return ""
+
+
+def _paradoxes(subject: MemoryEstimate, relatives: Sequence[MemoryEstimate]) -> Iterator[str]:
+    """Yield a sentence for each relative with more parameters and a lower peak: how that can be."""
+    for other in relatives:
+        if other.parameters > subject.parameters and other.step.tensors < subject.step.tensors:
+            ratio = other.parameters / subject.parameters
+            joins = f"at full resolution it joins {_joined(other)} channels, {subject.name} {_joined(subject)}"
+            more = f"{ratio:.1f} times the parameters of {subject.name}"
+            less = f"{mib(subject.step.tensors - other.step.tensors)} MiB less"
+            where = "Parameters live at the bottom of the U, activations at the top."
+            yield f"{other.name} has {more} and needs {less}: {joins}. {where}"
 
 
 def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> None:
@@ -71,7 +322,8 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
         rows.append(row)
         cells.append([name, *map(values.get, keys), *sizes])
     _print_table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
-    _print_skipped(skipped)
+    for name, error in skipped.items():
+        print(escaped(f"skipped: {name}: {error}"))
     if out is not None:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         write_csv(out / "peaks.csv", ["config", *keys, "parameters", "peak_bytes"], cells)
@@ -122,12 +374,6 @@ def settings_of(jobs: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
     return settings
 
 
-def _print_skipped(skipped: Mapping[str, UserError]) -> None:
-    """Print why each config that makes no sense was skipped."""
-    for name, error in skipped.items():
-        print(escaped(f"skipped: {name}: {error}"))
-
-
 def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     """Write curves.csv and figures/curves.png: peak against batch size, first width and patch, a line a job."""
     estimates, skipped = _estimates(jobs, half)
@@ -142,7 +388,8 @@ def print_curves(jobs: Sequence[Sequence[str]], half: bool, out: Path) -> None:
     picture.parent.mkdir(parents=True, exist_ok=True)
     write_csv(table, ["varied", "x", "series", "config", "parameters", "peak_bytes"], rows)
     memory_plots.peak_curves(list(panels.items()), picture)
-    _print_skipped(skipped)
+    for name, error in skipped.items():
+        print(escaped(f"skipped: {name}: {error}"))
     print(escaped(table))
     print(escaped(picture))
 
@@ -204,64 +451,6 @@ def print_fit(overrides: Sequence[str]) -> None:
     print(f"fits: {escaped(command)}")
 
 
-class OwnNetwork:
-    """A network that a name such as package.module:name makes. Whatever it raises becomes a UserError of one line."""
-
-    def __init__(self, path: str, keywords: Mapping[str, Any]) -> None:
-        self.path = path
-        make = build.import_object("--module", path)
-        with self._failures_refused(f"cannot be made with --args {json.dumps(keywords)}"):
-            network = make(**keywords)
-        if not isinstance(network, nn.Module):
-            raise UserError(f"--module {path}: made {type(network).__name__}, not a torch.nn.Module")
-        self.network = network
-        self._prepared: dict[Any, Program] = {}  # what the plans of recompute share
-
-    def predict(self, shape: Sequence[int], config: Config, depth: int | None = None) -> Explanation:
-        """Return the prediction of a step with an input of N C D H W; its `guesses` are no warnings."""
-        with self._failures_refused(_step(shape)), warnings.catch_warnings(action="ignore"):
-            device_type = build.device_type(config)
-            return any_network.predict(self._trained(config), shape, amp=_amp(config), device=device_type, depth=depth)
-
-    def measure(self, shape: Sequence[int], config: Config, depth: int | None) -> Explanation:
-        """Return what steps on the config's device have measured."""
-        device = build.device(config)
-        with self._failures_refused(_step(shape)):
-            self.network.to(device)
-            return any_network.explain(self._trained(config), shape, amp=_amp(config), depth=depth)
-
-    def _trained(self, config: Config) -> nn.Module:
-        """Return the network as the config's recompute has it: it shares the network's weights."""
-        plan: Any = config.recompute
-        if plan == "none":
-            return self.network
-        trained = Recomputed(self.network, plan)
-        schedules_of(trained).prepared = self._prepared
-        return trained
-
-    @contextmanager
-    def _failures_refused(self, problem: str) -> Iterator[None]:
-        """Raise UserError for whatever a stranger's network raises within, unless memory ran out."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, ForeseenError) or is_out_of_memory(error):
-                raise
-            text = f"{problem}: {reason(error)}"
-            if isinstance(error, ImportError):  # MONAI goes on with advice and a trace
-                text = f"needs a package that is not installed: {escaped(str(error).partition(chr(10))[0])}"
-            raise UserError(f"--module {self.path}: {text}") from error
-
-
-def _step(shape: Sequence[int]) -> str:
-    return f"a step with --input {'x'.join(map(str, shape))} fails"
-
-
-def _amp(config: Config) -> bool | str:
-    """Return mixed precision as `unet3d.memory.predict` takes it."""
-    return config.amp_dtype if config.amp and config.amp_dtype != "auto" else config.amp
-
-
 def print_module(own: OwnNetwork, shape: Sequence[int], config: Config, flags: argparse.Namespace) -> None:
     """Print where the memory of a step goes; with `flags.out`, also write a page there. Raises UserError."""
     explanations = [own.predict(shape, config, flags.depth)]
@@ -305,8 +494,8 @@ def print_check(predict: Callable[[], Explanation | MemoryEstimate], config: Con
     """
     with redirect_stdout(sys.stderr):
         subject = predict()
-        check = Check(subject.meter, subject.name, budget_bytes(flags.below))
-    for note in (*left_out(config), *check.meter.notes, *tables.guessed(check.meter.guesses)):
+        answer, line = compare(subject.meter, subject.name, budget_bytes(flags.below), flags.depth)
+    for note in (*left_out(config), *subject.meter.notes, *tables.guessed(subject.meter.guesses)):
         warn(note)
-    print(json.dumps(check.as_json(flags.depth), indent=2) if flags.json else escaped(check.line))
-    return 0 if check.fits else ABOVE
+    print(json.dumps(answer, indent=2) if flags.json else escaped(line))
+    return 0 if answer["fits"] else ABOVE

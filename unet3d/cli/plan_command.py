@@ -304,7 +304,7 @@ def _of_config(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureS
 
 def _of_module(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureStep, Padding, str]":
     """Return the measure of steps of any network, which patches are tried, and a line about it. Raises UserError."""
-    from unet3d.cli.memory_answers import OwnNetwork
+    from unet3d.memory.any_network import OwnNetwork
     from unet3d.memory.meter import peak_of
     from unet3d.planning.patches import padded_to
 

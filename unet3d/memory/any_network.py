@@ -4,10 +4,11 @@ All run the package's one training step, on the user's own module. A prediction 
 shapes and no data: it makes nothing as large as a map.
 """
 
+import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from unet3d.base.errors import UserError
+from unet3d import build
+from unet3d.base.errors import ForeseenError, UserError, escaped, is_out_of_memory, reason
 from unet3d.base.terminal import NARROW, plain_text
 from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
+from unet3d.config.schema import Config
 from unet3d.memory import tables, user_step
-from unet3d.memory.breakdown import by_layer, cut_name, describe, layer_names, peak_moment
+from unet3d.memory.breakdown import by_layer, cut_name, describe, dtype_name, layer_names, peak_moment
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter, open_meter, peak_of
 from unet3d.memory.simulate import fake_steps
@@ -32,7 +35,7 @@ from unet3d.training.step import LossFunction, train_step
 
 LAYERS_SHOWN = 8  # layers printed
 UNOBSERVED = 2  # steps on a GPU after those of the ledger: the allocator's peaks are theirs
-VERSION = 2  # The version of `Check.as_json`.
+VERSION = 2  # The version of `compare`'s object.
 
 
 @dataclass(frozen=True)
@@ -198,70 +201,52 @@ def predict(
 
 def _explanation(model: nn.Module, kind: str, batch: Batch, policy: MemoryPolicy, meter: LedgerMeter) -> Explanation:
     """Return the account of steps that a meter has seen."""
-    precision = f"amp {str(policy.dtype).removeprefix('torch.')}" if policy.dtype else "float32"
+    precision = f"amp {dtype_name(policy.dtype)}" if policy.dtype else "float32"
     about = f"input {'x'.join(map(str, batch.image.shape))}, {precision}, on {meter.device_type}"
     return Explanation(type(user_step.network_of(model)).__name__, kind, about, meter)
 
 
-class Check:
-    """A comparison of predicted steps, which a meter has recorded, with a limit (bytes). Layers have their full names.
+def compare(meter: LedgerMeter, name: str, limit: int, depth: int | None = None) -> tuple[dict[str, Any], str]:
+    """Return predicted steps of a network beside a limit (bytes): the object of `--json`, and its line.
 
-    The limit is for the last of `kinds` of peak, as with `budget=`.
+    The object's names stay as long as its version. The limit is for the last kind of peak, as with `budget=`. Layers
+    have their full names; the object's `layers` are summed up by the first `depth` parts of these, None: by all.
     """
-
-    def __init__(self, meter: LedgerMeter, name: str, limit: int) -> None:
-        meter.ledger.layer = str
-        moment = peak_moment(meter.ledger)
-        self.meter = meter
-        self.name = name
-        self.limit = limit
-        self.kinds = ("tensors", "allocated", "reserved") if meter.for_gpu else ("tensors",)
-        self.step = peak_of(meter.ledger)
-        self.fits = self.step.limited <= limit
-        self.layers = Counter({row["module"]: row["bytes"] for row in by_layer(meter.ledger, moment)})
-        self.moment = describe(meter.ledger, moment)
-
-    @property
-    def line(self) -> str:
-        """Return the peak, the limit, the difference and the largest layer, in one line."""
-        peak = self.step.limited
-        guessed = ", GUESSED" if self.meter.guesses else ""
-        distance = (
-            f"{_size(abs(self.limit - peak))} {'below' if self.fits else 'above'}" if self.limit != peak else "at"
-        )
-        [(layer, size)] = self.layers.most_common(1)
-        return (
-            f"{self.name}: predicted peak of a step {mib(peak)} MiB ({self.kinds[-1]}{guessed}, "
-            f"{self.meter.device_type}), {distance} the limit of {mib(self.limit)} MiB; "
-            f"most at the peak: {layer}, {_size(size)}"
-        )
-
-    def as_json(self, depth: int | None = None) -> dict[str, Any]:
-        """Return the object of `--json`, whose names stay as long as its version.
-
-        Its `layers` are summed up by the first `depth` parts of their names; None: by all.
-        """
-        totals = Counter[str]()
-        for name, size in self.layers.most_common():
-            totals[name if depth is None else cut_name(depth, name)] += size
-        [(largest, most)] = self.layers.most_common(1)
-        return {
-            "version": VERSION,
-            "kind": "predicted",
-            "network": self.name,
-            "parameters": self.meter.parameters,
-            "device": self.meter.device_type,
-            "fits": self.fits,
-            "compared": self.kinds[-1],
-            "limit_bytes": self.limit,
-            "peak_bytes": {kind: getattr(self.step, kind) for kind in self.kinds},
-            "margin_bytes": self.limit - self.step.limited,
-            "workspace_bytes": self.step.requested - self.step.tensors if self.meter.for_gpu else None,
-            "reached_in": {name: self.moment[name] for name in ("phase", "module", "operation", "is_recomputed")},
-            "layer": {"name": largest, "bytes": most},
-            "layers": [{"name": name, "bytes": size} for name, size in totals.most_common()],
-            "guesses": list(self.meter.guesses),
-        }
+    meter.ledger.layer = str
+    kinds = ("tensors", "allocated", "reserved") if meter.for_gpu else ("tensors",)
+    step = peak_of(meter.ledger)
+    moment = peak_moment(meter.ledger)
+    layers = Counter({row["module"]: row["bytes"] for row in by_layer(meter.ledger, moment)})
+    [(largest, most)] = layers.most_common(1)
+    totals = Counter[str]()
+    for layer, size in layers.most_common():
+        totals[layer if depth is None else cut_name(depth, layer)] += size
+    reached_in = describe(meter.ledger, moment)
+    margin = limit - step.limited
+    distance = f"{_size(abs(margin))} {'below' if margin > 0 else 'above'}" if margin else "at"
+    guessed = ", GUESSED" if meter.guesses else ""
+    line = (
+        f"{name}: predicted peak of a step {mib(step.limited)} MiB ({kinds[-1]}{guessed}, {meter.device_type}), "
+        f"{distance} the limit of {mib(limit)} MiB; most at the peak: {largest}, {_size(most)}"
+    )
+    answer = {
+        "version": VERSION,
+        "kind": "predicted",
+        "network": name,
+        "parameters": meter.parameters,
+        "device": meter.device_type,
+        "fits": margin >= 0,
+        "compared": kinds[-1],
+        "limit_bytes": limit,
+        "peak_bytes": {kind: getattr(step, kind) for kind in kinds},
+        "margin_bytes": margin,
+        "workspace_bytes": step.requested - step.tensors if meter.for_gpu else None,
+        "reached_in": {part: reached_in[part] for part in ("phase", "module", "operation", "is_recomputed")},
+        "layer": {"name": largest, "bytes": most},
+        "layers": [{"name": layer, "bytes": size} for layer, size in totals.most_common()],
+        "guesses": list(meter.guesses),
+    }
+    return answer, line
 
 
 def assert_below(
@@ -287,13 +272,71 @@ def assert_below(
     elif isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
         raise UserError(f"limit={limit!r}: give an amount and a unit, as limit='8GiB', or a number of bytes")
     explanation = predict(model, example, loss, optimizer, amp, label, device)
-    check = Check(explanation.meter, explanation.name, limit)
+    answer, line = compare(explanation.meter, explanation.name, limit)
     for note in explanation.meter.notes:
         warnings.warn(note, stacklevel=2)
-    if not check.fits:
-        raise AssertionError(check.line)
+    if not answer["fits"]:
+        raise AssertionError(line)
 
 
 def _size(size: int) -> str:
     """Return bytes as MiB, or as bytes where that would be 0.0."""
     return f"{mib(size)} MiB" if size >= MIB / 10 else f"{size} bytes"
+
+
+class OwnNetwork:
+    """A network that a name such as package.module:name makes. Whatever it raises becomes a UserError of one line."""
+
+    def __init__(self, path: str, keywords: Mapping[str, Any]) -> None:
+        self.path = path
+        make = build.import_object("--module", path)
+        with self._failures_refused(f"cannot be made with --args {json.dumps(keywords)}"):
+            network = make(**keywords)
+        if not isinstance(network, nn.Module):
+            raise UserError(f"--module {path}: made {type(network).__name__}, not a torch.nn.Module")
+        self.network = network
+        self._prepared: dict[Any, Program] = {}  # what the plans of recompute share
+
+    def predict(self, shape: Sequence[int], config: Config, depth: int | None = None) -> Explanation:
+        """Return the prediction of a step with an input of N C D H W; its `guesses` are no warnings."""
+        with self._failures_refused(_step(shape)), warnings.catch_warnings(action="ignore"):
+            device_type = build.device_type(config)
+            return predict(self._trained(config), shape, amp=_amp(config), device=device_type, depth=depth)
+
+    def measure(self, shape: Sequence[int], config: Config, depth: int | None) -> Explanation:
+        """Return what steps on the config's device have measured."""
+        device = build.device(config)
+        with self._failures_refused(_step(shape)):
+            self.network.to(device)
+            return explain(self._trained(config), shape, amp=_amp(config), depth=depth)
+
+    def _trained(self, config: Config) -> nn.Module:
+        """Return the network as the config's recompute has it: it shares the network's weights."""
+        plan: Any = config.recompute
+        if plan == "none":
+            return self.network
+        trained = Recomputed(self.network, plan)
+        schedules_of(trained).prepared = self._prepared
+        return trained
+
+    @contextmanager
+    def _failures_refused(self, problem: str) -> Iterator[None]:
+        """Raise UserError for whatever a stranger's network raises within, unless memory ran out."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ForeseenError) or is_out_of_memory(error):
+                raise
+            text = f"{problem}: {reason(error)}"
+            if isinstance(error, ImportError):  # MONAI goes on with advice and a trace
+                text = f"needs a package that is not installed: {escaped(str(error).partition(chr(10))[0])}"
+            raise UserError(f"--module {self.path}: {text}") from error
+
+
+def _step(shape: Sequence[int]) -> str:
+    return f"a step with --input {'x'.join(map(str, shape))} fails"
+
+
+def _amp(config: Config) -> bool | str:
+    """Return mixed precision as `unet3d.memory.predict` takes it."""
+    return config.amp_dtype if config.amp and config.amp_dtype != "auto" else config.amp
