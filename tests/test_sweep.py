@@ -62,7 +62,7 @@ def predict_as_before(memory: dict) -> None:
             raise UserError("budget=1MiB: too little")
         if config.ckpt == 2:
             raise RuntimeError("lost")
-        return prediction.Preflight((), None, smaller(memory, config.ckpt))
+        return prediction.Preflight((), smaller(memory, config.ckpt))
 
     prediction.preflight = predict
 

@@ -173,9 +173,8 @@ def _unpredicted(config: Config, options: Model, before: Any = None) -> predicti
     """Choose what backward computes a second time, and predict nothing."""
     if config.recompute != "none":
         program = choose_technique(config, options).program
-        schedule = None if program is None else saved(config, program)
-        return prediction.Preflight((), schedule, {})
-    return prediction.Preflight((0, 2) if config.ckpt else (), None, {})
+        return prediction.Preflight((), {} if program is None else {"schedule": saved(config, program)})
+    return prediction.Preflight((0, 2) if config.ckpt else (), {})
 
 
 def without_frills() -> None:

@@ -22,7 +22,6 @@ from unet3d.memory.ledger import Ledger, most_held
 from unet3d.memory.prediction import preflight
 from unet3d.memory.remedies import Candidate, find_fit
 from unet3d.memory.simulate import validation_peak
-from unet3d.memory.tables import SavedSchedule
 from unet3d.memory.technique import (
     by_program,
     choose_segments,
@@ -107,12 +106,10 @@ def test_a_saved_schedule_is_taken_again_and_one_of_other_options_is_not() -> No
     assert program is not None
     every_map_stays = prepared(asked, asked.model).by(program.schedules[0])
     before = saved(asked, every_map_stays)
-    again = choose_technique(
-        asked, asked.model, before=SavedSchedule(**json.loads(json.dumps(before._asdict())))
-    ).program
+    again = choose_technique(asked, asked.model, before=json.loads(json.dumps(before))).program
     assert again is not None
     assert again.schedule == every_map_stays.schedule != program.schedule
-    for other in (before._replace(recompute="lean"), before._replace(keep=["7"]), before._replace(keep=["x"] * 99)):
+    for other in (before | {"recompute": "lean"}, before | {"keep": ["7"]}, before | {"keep": ["x"] * 99}):
         chosen = choose_technique(asked, asked.model, before=other).program
         assert chosen is not None
         assert chosen.schedule == program.schedule

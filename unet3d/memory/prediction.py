@@ -1,8 +1,7 @@
 """Memory before a run: estimates of configs, and what a run prints before it starts."""
 
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from unet3d import build
-from unet3d.base.errors import UserError
+from unet3d.base.errors import UserError, warn
 from unet3d.base.progress import counting
 from unet3d.base.types import host_bytes, mib
 from unet3d.config import compose
@@ -24,7 +23,6 @@ from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import MEASURED_STEPS, STEPS_FOR_PEAK, LedgerMeter, Peak, peak_of
 from unet3d.memory.remedies import Candidate, refuse_over_budget, refuse_over_card
 from unet3d.memory.simulate import fake_batch, fake_model, simulate, validation_peak
-from unet3d.memory.tables import SavedSchedule
 from unet3d.memory.technique import choose_technique, saved, step_peak, window_program
 from unet3d.recomputing.program import PLAIN, Program, Technique, work_line
 from unet3d.training import switches
@@ -42,7 +40,7 @@ class MemoryEstimate(Candidate):
     name: str = "run"
     dtype: torch.dtype = torch.float32
     steps: int = MEASURED_STEPS
-    before: SavedSchedule | None = None  # The schedule of the run that is resumed.
+    before: Mapping[str, Any] | None = None  # The schedule of the run that is resumed.
 
     @cached_property
     def technique(self) -> Technique:
@@ -159,20 +157,20 @@ class Preflight(NamedTuple):
     """
 
     segment_starts: tuple[int, ...]  # the first stage of each checkpointed segment
-    schedule: SavedSchedule | None  # What recompute follows.
-    memory: dict[str, Any]
+    memory: dict[str, Any]  # Its "schedule" is what recompute follows.
 
     def technique(self, config: Config, model_config: Model) -> Technique:
         """Return what a rank's step does."""
-        if self.schedule is None:
+        schedule = self.memory.get("schedule")
+        if schedule is None:
             return Technique(self.segment_starts)
-        technique = choose_technique(config, model_config, before=self.schedule)
-        if self.schedule.windows:
+        technique = choose_technique(config, model_config, before=schedule)
+        if schedule["windows"]:
             technique = technique._replace(window_program=window_program(config, model_config))
         return technique
 
 
-def preflight(config: Config, model_config: Model, before: SavedSchedule | None = None) -> Preflight:
+def preflight(config: Config, model_config: Model, before: Mapping[str, Any] | None = None) -> Preflight:
     """Simulate the step and a validation window, and print what they need.
 
     `before` is the schedule of the run that is resumed. Raises UserError beyond `budget`.
@@ -183,8 +181,7 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
     steps = MEASURED_STEPS if is_cuda else STEPS_FOR_PEAK  # an allocator settles later
     subject = MemoryEstimate(config, model_config, steps=steps, before=before)
     with counting("predicting memory", 2) as counter:
-        if is_cuda:
-            _warn_of_known_bad(subject)
+        _ = subject.meter  # Simulates.
         counter.advance()
         _print_step(subject)
         refuse_over_budget(subject)
@@ -198,43 +195,40 @@ def preflight(config: Config, model_config: Model, before: SavedSchedule | None 
         technique = subject.technique
         stages = [name for name, _ in subject.meter.model.named_children()]
         segments = [stages[start] for start in technique.segment_starts]
+        memory: dict[str, Any] = {
+            "parameters": subject.parameters,
+            "predicted": subject.entry,
+            "advice": location,
+            "predicted_validation_bytes": validation.bytes,
+            "without": without,
+            "segments": segments,
+        }
+        if subject.model.output_regions is not None:
+            memory["regions"] = len(subject.model.output_regions.labels)
         if segments:
             print(segment_line(stages, technique.segment_starts))
-        schedule = None
         if technique.program is not None:
             segments.append(recompute_line(config, technique.program))
             print(segments[-1])
-            schedule = saved(config, technique.program, validation.is_by_program)
+            memory["schedule"] = saved(config, technique.program, validation.is_by_program)
         if validation.bytes > subject.step.tensors:
             _print_validation(validation, is_cuda)
         if not is_cuda and max(subject.step.tensors, validation.bytes) > host_bytes():
             print(f"this machine has {mib(host_bytes())} MiB of memory, which is less", flush=True)
         counter.advance()
-    memory: dict[str, Any] = {
-        "parameters": subject.parameters,
-        "predicted": subject.entry,
-        "advice": location,
-        "predicted_validation_bytes": validation.bytes,
-        "without": without,
-        "segments": segments,
-    }
-    if subject.model.output_regions is not None:
-        memory["regions"] = len(subject.model.output_regions.labels)
-    if schedule is not None:
-        memory["schedule"] = schedule._asdict()
-    return Preflight(technique.segment_starts, schedule, memory)
-
-
-def _warn_of_known_bad(subject: MemoryEstimate) -> None:
-    """Warn of a fault of the installed libraries in what the step runs on CUDA."""
-    dtype = build.policy(subject.config, "cuda").dtype
-    warning = switches.cudnn_warning(dtype, subject.ledger.largest_map)
-    if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return Preflight(technique.segment_starts, memory)
 
 
 def _print_step(subject: MemoryEstimate) -> None:
-    """Print the predicted peak of the step, on CUDA also of its allocator, and what the prediction leaves out."""
+    """Print the predicted peak of the step, on CUDA also of its allocator, and what the prediction leaves out.
+
+    And warn of a fault of the installed libraries in what the step runs on CUDA.
+    """
+    if subject.meter.for_gpu:
+        dtype = build.policy(subject.config, "cuda").dtype
+        warning = switches.cudnn_warning(dtype, subject.ledger.largest_map)
+        if warning is not None:
+            warn(warning)
     entry = subject.entry
     kind = tables.predicted_kind(entry)
     peak = f"predicted peak of a step {mib(subject.step.tensors)} MiB ({kind}), {tables.moment(entry)}"

@@ -1,7 +1,7 @@
 """memory.json's entries as tables of text and sentences, for the terminal, the report and wandb."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from unet3d.base.types import Table, mib, percent
 
@@ -24,15 +24,6 @@ CUDA_SIZES = (
     "<= allocated (multiples of 512 bytes) <= reserved (segments from the driver) "
     "< nvidia-smi (with its context and kernels, a few hundred MiB, not predicted)."
 )
-
-
-class SavedSchedule(NamedTuple):
-    """A schedule of `recompute` as memory.json has it, for a resumed run."""
-
-    recompute: str
-    budget: str | None
-    keep: Sequence[str]  # The maps that stay after each stage, as bits of a hexadecimal number.
-    windows: bool = False  # validation follows a program, too
 
 
 def on_cuda(entry: Entry) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """How a step saves memory: its segments (`ckpt`) or the schedule of its program (`recompute`), and its peak by them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
@@ -22,7 +22,6 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, Peak, peak_of
 from unet3d.memory.simulate import fake_batch, fake_model, memoized, simulate, step_key
-from unet3d.memory.tables import SavedSchedule
 from unet3d.recomputing import search
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import PLAIN, Program, Technique, by_plan, without_backward
@@ -39,7 +38,7 @@ def choose_technique(
     config: Config,
     model_config: Model,
     dtype: torch.dtype = torch.float32,
-    before: SavedSchedule | None = None,
+    before: Mapping[str, Any] | None = None,
     is_estimate: bool = False,
 ) -> Technique:
     """Return the segments of `ckpt`, or the program of `recompute`; a resumed run gets the schedule `before` again.
@@ -51,7 +50,7 @@ def choose_technique(
     if config.recompute == "none":
         return choose_segments(config, model_config)
     program = prepared(config, model_config, dtype)
-    again = None if before is None else _as_before(config, program, before)
+    again = _as_before(config, program, before or {})
     if again is not None:
         return by_program(again)
     if config.recompute != "auto":
@@ -100,22 +99,25 @@ def by_program(program: Program) -> Technique:
     return Technique(program=program, forward_recompute_fraction=max(0.0, program.schedule.work - 1))
 
 
-def saved(config: Config, program: Program, by_windows: bool = False) -> SavedSchedule:
-    """Return the schedule of a program as memory.json has it; `by_windows`: validation follows a program, too."""
+def saved(config: Config, program: Program, by_windows: bool = False) -> dict[str, Any]:
+    """Return the schedule of a program as memory.json has it; `by_windows`: validation follows a program, too.
+
+    `keep` has the maps that stay after each stage, as bits of a hexadecimal number.
+    """
     masks = [f"{sum(1 << index for index in stays):x}" for stays in program.schedule.keep]
-    return SavedSchedule(config.recompute, config.budget, masks, by_windows)
+    return {"recompute": config.recompute, "budget": config.budget, "keep": masks, "windows": by_windows}
 
 
-def _as_before(config: Config, program: Program, before: SavedSchedule) -> Program | None:
+def _as_before(config: Config, program: Program, before: Mapping[str, Any]) -> Program | None:
     """Return the program by a saved schedule; None for one of other options, or of another network."""
     sizes = program.sizes
     assert sizes is not None
-    if (before.recompute, before.budget) != (config.recompute, config.budget):
+    if any(before.get(name) != getattr(config, name) for name in ("recompute", "budget")):
         return None
-    if len(before.keep) != sizes.count + 1:
+    if len(before["keep"]) != sizes.count + 1:
         return None
     try:
-        masks = [int(mask, 16) for mask in before.keep]
+        masks = [int(mask, 16) for mask in before["keep"]]
     except ValueError:
         return None
     table = [{index for index in range(sizes.count) if mask >> index & 1} for mask in masks]

@@ -42,7 +42,6 @@ from unet3d.data.splits import split
 from unet3d.data.volume import Grid
 from unet3d.memory import prediction, remedies
 from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, open_meter
-from unet3d.memory.tables import SavedSchedule
 from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing.prepare import bound
@@ -449,7 +448,7 @@ def _preflight(config: Config, model_config: Model, folder: Path) -> prediction.
     schedule = None
     if config.resume is not None and config.recompute != "none":
         schedule = read_memory(folder).get("schedule")
-    predicted = prediction.preflight(config, model_config, schedule and SavedSchedule(**schedule))
+    predicted = prediction.preflight(config, model_config, schedule)
     if config.plan is None or config.resume is not None:
         return predicted
     plan = read_plan(config.plan)
