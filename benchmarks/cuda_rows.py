@@ -27,6 +27,7 @@ from unet3d import build
 from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
 from unet3d.config import compose
+from unet3d.data.restore import ArgmaxCollector
 from unet3d.memory.allocator import read_settings, replay
 from unet3d.memory.ledger import most_held
 from unet3d.memory.meter import MEASURED_STEPS, open_meter
@@ -225,7 +226,7 @@ def windows(training: Training, turn: Turn) -> dict[str, float]:
 def labelled(predictor: Predictor, image: Tensor) -> tuple[Tensor, float, int]:
     """Return a volume's labels, the seconds of the second pass over it, and the allocator's peak (bytes)."""
     on_gpu = next(predictor.models[0].parameters()).device.type == "cuda"
-    labels = predictor.probabilities(image).argmax(0)
+    labels = torch.from_numpy(ArgmaxCollector(predictor.strips(image)).whole())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()

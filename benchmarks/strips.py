@@ -29,17 +29,24 @@ LIMIT = 2 * 2**30  # bytes, of the large volume
 ROUNDS = 4
 
 
-def labels_of(way: str, network: nn.Module) -> Callable[[Tensor], object]:
+def labels_of(way: str, network: nn.Conv3d) -> Callable[[Tensor], object]:
     """Image C X Y Z to labels X Y Z."""
     if way == "MONAI":
         from monai.inferers import SlidingWindowInferer
 
         slide = SlidingWindowInferer(WINDOW, 1, 0.5, "gaussian")
         return lambda image: slide(image[None], network)[0].argmax(0)
-    predictor = Predictor((network,), Model(), MemoryPolicy(), WINDOW)
+    predictor = Predictor((network,), Model(classes=network.out_channels), MemoryPolicy(), WINDOW)
     if way == "strips":
         return lambda image: ArgmaxCollector(predictor.strips(image)).whole()
-    return lambda image: predictor.probabilities(image).max(0).indices
+
+    def dense(image: Tensor) -> Tensor:
+        whole = torch.empty(predictor.options.classes or 0, *image.shape[1:])
+        for strip in predictor.strips(image):
+            whole[(slice(None), *strip.box)] = strip.probabilities
+        return whole.max(0).indices
+
+    return dense
 
 
 def resident(field: str) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from monai.networks.nets import BasicUNet, DynUNet
 from torch import Tensor, nn
+from training import probabilities
 
 import unet3d
 from unet3d import build
@@ -70,8 +71,8 @@ def test_probabilities_are_those_of_single_windows_with_sums_on_the_host() -> No
     policy = build.policy(config, "cuda")
     predictor = fitted(build.predictor(config, [build.model(config.model, 0).cuda()], config.model, policy))
     image = torch.randn(1, 70, 50, 40)
-    together = replace(predictor, sums_on_device=True).probabilities(image)
-    single = replace(predictor, batch=1, sums_on_device=False).probabilities(image)
+    together = probabilities(replace(predictor, sums_on_device=True), image)
+    single = probabilities(replace(predictor, batch=1, sums_on_device=False), image)
     torch.testing.assert_close(together, single, atol=1e-2, rtol=0)  # TF32
 
 

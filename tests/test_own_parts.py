@@ -310,7 +310,7 @@ def test_a_network_that_does_not_suit_predicts_nothing(here: Path, name: str) ->
     options = Model(path=f"own_parts:{name}", in_channels=1, classes=3)
     found = Predictor((build.model(options, 0),), options, MemoryPolicy(), (8, 8, 8))
     with pytest.raises(UserError, match=rf"^model\.path=own_parts:{name}: .*\(1, 3, 8, 8, 8\)"):
-        found.probabilities(torch.zeros(1, 9, 9, 9))
+        next(found.strips(torch.zeros(1, 9, 9, 9)))
 
 
 @promise("Training", "a transform of one's ...")

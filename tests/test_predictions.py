@@ -20,7 +20,7 @@ from nibabel.orientations import apply_orientation
 from promises import promise
 from scipy import ndimage
 from torch import Tensor
-from training import TINY, call, face, forked, records, send, status, train
+from training import TINY, call, face, forked, probabilities, records, send, status, train
 
 import unet3d
 from unet3d.base.errors import UserError
@@ -362,7 +362,7 @@ def test_the_files_of_a_case_are_those_of_dense_probabilities(
     nib.save(nib.Nifti1Image(voxels, affine), tmp_path / "a.nii.gz")
     case, paths = Case("a", (tmp_path / "a.nii.gz",), None), [tmp_path / "labels.nii.gz", tmp_path / "scores.nii"]
     volume = Segmenter(predictor, rules, Data(spacing=spacing)).to_file(case, *paths)
-    dense = predictor.probabilities(torch.from_numpy(volume.image)).numpy()
+    dense = probabilities(predictor, torch.from_numpy(volume.image)).numpy()
     stored, target = nib.load(case.images[0]), canonical_grid(nib.load(case.images[0]))
     matrix = np.linalg.inv(volume.grid.affine) @ target.affine
     maps = [ndimage.affine_transform(p, matrix, output_shape=target.shape, order=1, mode="nearest") for p in dense]

@@ -34,6 +34,7 @@ from unet3d.memory.technique import choose_technique, saved
 from unet3d.recomputing import prepare, search
 from unet3d.report import held_out, memory_plots, plots, report
 from unet3d.report.loggers import Loggers
+from unet3d.training.inference import Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -80,6 +81,16 @@ class Ended:
         """Its exit code, -n by signal n; waits until its data workers have ended, too."""
         self._process.join()
         return self._process.exitcode
+
+
+def probabilities(predictor: Predictor, image: torch.Tensor) -> torch.Tensor:
+    """Class probabilities K X Y Z of a whole image C X Y Z."""
+    whole = torch.empty(0)
+    for strip in predictor.strips(image):
+        if not len(whole):
+            whole = torch.empty(len(strip.probabilities), *strip.sizes)
+        whole[(slice(None), *strip.box)] = strip.probabilities
+    return whole
 
 
 def run(*arguments: str, cwd: Path, code: str | None = None, patience: int = 200) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,7 @@ from guards import without
 from promises import promise
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import probabilities
 
 from unet3d import build
 from unet3d.base.errors import NonFinitePrediction, UserError
@@ -58,7 +59,7 @@ def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, o
     image = torch.randn(1, *size)
     with torch.no_grad():
         expected = model(image[None])[0].softmax(0)
-    found = predictor(model, (8, 8, 8), overlap=overlap).probabilities(image)
+    found = probabilities(predictor(model, (8, 8, 8), overlap=overlap), image)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -74,7 +75,7 @@ def test_outputs_that_are_not_finite_are_refused(value: str, dtype: torch.dtype 
     """NaN is more than no other number: such a voxel would be background."""
     image = torch.zeros(1, 9, 20, 9)
     found = replace(predictor(nn.Conv3d(1, 3, 1), (8, 8, 8)), policy=MemoryPolicy(dtype=dtype))
-    found.probabilities(image)
+    probabilities(found, image)
     image[0, 8, 19, 0] = float(value)
     with pytest.raises(NonFinitePrediction, match=rf"^a: a\.nii: .*\bNaN\b.*\b{advice}\b"):
         ArgmaxCollector(found.strips(image, "a: a.nii")).whole()
@@ -109,8 +110,8 @@ def test_valid_tiles_have_no_seams(network: Network) -> None:
     """Tiled and whole output are equal, and the volume needs no fitting size."""
     model = network(*VALID)
     image = torch.randn(1, 23, 9, 14)
-    tiled = predictor(model, (52, 52, 52), model.options).probabilities(image)
-    whole = predictor(model, (64, 52, 60), model.options).probabilities(image)
+    tiled = probabilities(predictor(model, (52, 52, 52), model.options), image)
+    whole = probabilities(predictor(model, (64, 52, 60), model.options), image)
     assert tiled.shape == (3, 23, 9, 14)
     torch.testing.assert_close(tiled, whole, atol=1e-5, rtol=0)
 
@@ -119,7 +120,7 @@ def test_valid_tiles_of_strided_convolutions_fit_though_they_lose_an_odd_number_
     model = network(*VALID, "model.downsampling=strided_conv", "data.patch=[51,51,51]")
     lost = 51 - geometry.output_size((51, 51, 51), model.options)[0]
     assert lost % 2
-    found = predictor(model, (51, 51, 51), model.options).probabilities(torch.randn(1, 23, 9, 14))
+    found = probabilities(predictor(model, (51, 51, 51), model.options), torch.randn(1, 23, 9, 14))
     assert found.shape == (3, 23, 9, 14)
 
 
@@ -128,7 +129,7 @@ def test_valid_tiles_see_mirrored_context(network: Network) -> None:
     image = torch.randn(1, 24, 24, 24)
     with torch.no_grad():
         expected = model(torch.nn.functional.pad(image[None], (8,) * 6, mode="reflect"))[0].softmax(0)
-    found = predictor(model, (28, 28, 28), model.options).probabilities(image)
+    found = probabilities(predictor(model, (28, 28, 28), model.options), image)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -177,16 +178,16 @@ def test_the_papers_tiles_are_the_network_run_once(
     model = network(*overrides)
     for size in sizes:
         image = torch.randn(3, *size)
-        found = predictor(model, window, model.options).probabilities(image)
+        found = probabilities(predictor(model, window, model.options), image)
         torch.testing.assert_close(found, at_once(model, window, image), atol=1e-6, rtol=0)
 
 
 def test_the_2d_network_sees_each_slice_by_itself(network: Network) -> None:
     model = network("model=cicek2016_2d", "model.norm=none", *FULL)
     image = torch.randn(3, 14, 9, 5)
-    found = predictor(model, (100, 100, 4), model.options).probabilities(image)
+    found = probabilities(predictor(model, (100, 100, 4), model.options), image)
     for index in range(5):
-        alone = predictor(model, (100, 100, 1), model.options).probabilities(image[..., index : index + 1])
+        alone = probabilities(predictor(model, (100, 100, 1), model.options), image[..., index : index + 1])
         torch.testing.assert_close(found[..., index : index + 1], alone, atol=1e-6, rtol=0)
 
 
@@ -194,7 +195,7 @@ def test_statistics_of_a_window_are_its_own(network: Network) -> None:
     """With the paper's batch norm a tile is the network on that window, and where tiles meet, their logits' mean."""
     model = network("model=cicek2016", *THREE_LEVELS)
     image = torch.randn(3, 20, 12, 12) * torch.linspace(1, 3, 20)[:, None, None]
-    found = predictor(model, (52, 52, 52), model.options).probabilities(image)
+    found = probabilities(predictor(model, (52, 52, 52), model.options), image)
     context = torch.from_numpy(np.pad(image.numpy(), [(0, 0), *[(20, 20)] * 3], mode="reflect"))
     with torch.no_grad():
         first, second = (model(context[None, :, start : start + 52])[0] for start in (0, 8))
@@ -209,15 +210,15 @@ def test_mirroring_makes_the_prediction_symmetric(network: Network) -> None:
     model = network("model=unet_tiny")
     image = torch.randn(1, 16, 16, 16)
     mirrored = predictor(model, (16, 16, 16), mirror=(0, 1, 2))
-    found = mirrored.probabilities(image)
-    torch.testing.assert_close(mirrored.probabilities(image.flip(2)), found.flip(2), atol=1e-5, rtol=0)
+    found = probabilities(mirrored, image)
+    torch.testing.assert_close(probabilities(mirrored, image.flip(2)), found.flip(2), atol=1e-5, rtol=0)
     plain = predictor(model, (16, 16, 16))
-    assert not torch.allclose(plain.probabilities(image.flip(2)), plain.probabilities(image).flip(2), atol=1e-3)
+    assert not torch.allclose(probabilities(plain, image.flip(2)), probabilities(plain, image).flip(2), atol=1e-3)
 
 
 def test_predicting_leaves_the_training_mode_and_no_gradient(network: Network) -> None:
     model = network("model=unet_tiny").train()
-    found = predictor(model, (16, 16, 16)).probabilities(torch.randn(1, 5, 16, 20))
+    found = probabilities(predictor(model, (16, 16, 16)), torch.randn(1, 5, 16, 20))
     assert model.training and not found.requires_grad
     assert found.shape == (3, 5, 16, 20)
     torch.testing.assert_close(found.sum(0), torch.ones(5, 16, 20))
@@ -225,7 +226,7 @@ def test_predicting_leaves_the_training_mode_and_no_gradient(network: Network) -
 
 @pytest.mark.parametrize("size", [(33, 17, 5), (31, 40, 24)])
 def test_odd_sizes(network: Network, size: tuple) -> None:
-    found: Tensor = predictor(network("model=unet_tiny"), size).probabilities(torch.randn(1, *size))
+    found: Tensor = probabilities(predictor(network("model=unet_tiny"), size), torch.randn(1, *size))
     assert found.shape == (3, *size)
 
 
@@ -242,7 +243,7 @@ def test_a_volume_thinner_than_a_tile_lies_where_training_puts_it(network: Netwo
         seen = model.eval()(patch[None]).softmax(1)[0]
     there = (label[8:-8, 8:-8] != IGNORE).any(0).any(0)
     assert seen.shape[1:] == tuple(tile) and there.sum() == 7
-    found = predictor(model, window, model.options).probabilities(case.image)
+    found = probabilities(predictor(model, window, model.options), case.image)
     torch.testing.assert_close(found, seen[..., there], atol=1e-5, rtol=0)
 
 
@@ -277,7 +278,7 @@ def assert_dense(found: Predictor, size: tuple[int, ...]) -> tuple[int, ...]:
         times[strip.box] += 1
     assert (times == 1).all()
     assert np.array_equal(ArgmaxCollector(found.strips(image)).whole(), expected.argmax(0))
-    torch.testing.assert_close(found.probabilities(image), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(probabilities(found, image), expected, atol=1e-6, rtol=0)
     return strip.axes
 
 
@@ -364,7 +365,8 @@ def test_memory_is_that_of_a_strip_and_of_what_slabs_share_whatever_the_length()
 def test_a_network_that_changes_its_input_changes_no_image() -> None:
     image = torch.randn(1, 20, 8, 8)
     before = image.clone()
-    predictor(nn.Sequential(nn.ReLU(inplace=True), nn.Conv3d(1, 2, 1)), (8, 8, 8)).probabilities(image)
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Conv3d(1, 2, 1))
+    probabilities(predictor(model, (8, 8, 8)), image)
     assert torch.equal(image, before)
 
 
@@ -387,8 +389,8 @@ def test_the_place_of_the_sums_changes_no_bit(network: Network) -> None:
     first, second = network(*TWO_LEVELS), network("model.norm=batch", *TWO_LEVELS)
     image = torch.randn(1, 10, 21, 17)
     both = Predictor((first, second), first.options, MemoryPolicy(), (8, 8, 8), mirror=(0, 2))
-    host, device = (replace(both, sums_on_device=place).probabilities(image) for place in (False, True))
-    assert torch.equal(host, device) and torch.equal(host, both.probabilities(image))
+    host, device = (probabilities(replace(both, sums_on_device=place), image) for place in (False, True))
+    assert torch.equal(host, device) and torch.equal(host, probabilities(both, image))
 
 
 def moved_statistics(model: UNet3D) -> UNet3D:
@@ -419,8 +421,8 @@ def test_several_windows_at_once_give_the_labels_of_single_ones(network: Network
     single = predictor(model, window, model.options, **changes)
     for size in ((19, 9, 12), (3, 15, 2), (2, 2, 2)):
         image = torch.randn(1, *size)
-        several = replace(single, batch=batch).probabilities(image)
-        torch.testing.assert_close(several, single.probabilities(image), atol=1e-5, rtol=0)
+        several = probabilities(replace(single, batch=batch), image)
+        torch.testing.assert_close(several, probabilities(single, image), atol=1e-5, rtol=0)
         labels = [ArgmaxCollector(found.strips(image)).whole() for found in (single, replace(single, batch=batch))]
         assert np.array_equal(*labels)
 

@@ -12,7 +12,7 @@ from evenly import evenly
 from guards import no, without
 from promises import promise
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
@@ -54,7 +54,7 @@ def _count_calls(module: nn.Module) -> list[int]:
 
 def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
     """Checkpoint without restoring the state of the random numbers before the second forward pass."""
-    return checkpoint_sequential(*arguments, **options, preserve_rng_state=False)
+    return checkpoint(*arguments, **options, preserve_rng_state=False)
 
 
 @promise(
@@ -62,7 +62,7 @@ def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
     "activation checkpointing in 0 or 2 to n segments",
     "loss, gradients, buffers and output are bit-identical (on the CPU, or with `deterministic=true`)",
 )
-@without("unet3d.training.checkpointing.checkpoint_sequential", with_other_random_numbers, only="group-0.3-None")
+@without("unet3d.training.checkpointing.checkpoint", with_other_random_numbers, only="group-0.3-None")
 @pytest.mark.parametrize(
     ("norm", "dropout", "dtype"),
     [
@@ -431,14 +431,6 @@ def test_mixed_precision_computes_in_its_dtype(network: Network) -> None:
 def test_only_fp16_scales_the_loss() -> None:
     enabled = [MemoryPolicy("cpu", d).scaler().is_enabled() for d in (None, torch.bfloat16, torch.float16)]
     assert enabled == [False, False, True]
-
-
-@pytest.mark.parametrize("segment_starts", [(0, 1), (0, 3, 7), (0, 1, 2, 6), evenly(8, 5)])
-def test_split_covers_every_stage_once_in_order(segment_starts: tuple[int, ...]) -> None:
-    stages: list[nn.Module] = [nn.Identity() for _ in range(8)]
-    parts = checkpointing.split(stages, segment_starts)
-    assert [s for part in parts for s in part.stages] == stages
-    assert [stages.index(part.stages[0]) for part in parts] == list(segment_starts)
 
 
 def test_auto_is_bf16_unless_a_gpu_that_is_present_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing.state import Observer, only_watches
@@ -72,24 +72,18 @@ def checkpointed(model: nn.Module, image: Tensor, segment_starts: Sequence[int])
         fault = "has a forward or hooks of its own, or is no nn.Sequential"
         raise UserError(f"ckpt: the network {type(model).__name__} {fault}; put them into a stage, or set ckpt=0")
     assert isinstance(model, nn.Sequential)
-    segments = split(list(model), segment_starts, is_compared(model, image))
     # A recomputation ends once all that backward needs is saved; RReLU's noise is filled after that.
     may_end_early = not any(isinstance(module, nn.RReLU) for module in model.modules())
+    stages = list(model)
+    compares = is_compared(model, image)
+    state: Any = image
     with set_checkpoint_early_stop(may_end_early):
-        return checkpoint_sequential(segments, len(segments), image, use_reentrant=False)
-
-
-def split(stages: Sequence[nn.Module], segment_starts: Sequence[int], is_compared: bool = False) -> list["Segment"]:
-    """Return segments that begin with these stages, the first with stage 0.
-
-    checkpoint_sequential keeps the last one's maps in memory.
-    """
-    assert segment_starts[0] == 0 and sorted(set(segment_starts)) == list(segment_starts)
-    segments = []
-    for start, end in pairwise([*segment_starts, len(stages)]):
-        is_last = end == len(stages)
-        segments.append(Segment(stages[start:end], is_last, is_compared and not is_last))
-    return segments
+        for start, end in pairwise(segment_starts):
+            state = checkpoint(Segment(stages[start:end], compares), state, use_reentrant=False)
+    output = state
+    for stage in stages[segment_starts[-1] :]:  # Backward begins here: these maps stay in memory.
+        output = stage(output)
+    return output
 
 
 def is_compared(model: nn.Module, image: Tensor) -> bool:
@@ -101,31 +95,26 @@ def is_compared(model: nn.Module, image: Tensor) -> bool:
 
 
 class Segment:
-    """Consecutive stages of one forward pass, called in it and a second time in backward, unless `is_last`.
+    """Consecutive stages of one forward pass, called in it and a second time in backward.
 
     The second call begins with the state from before the first, which has updated running statistics, for one. With
-    `is_compared`, the second call must compute what the first one did.
+    `compares`, it must compute what the first one did.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], is_last: bool, is_compared: bool) -> None:
+    def __init__(self, stages: Sequence[nn.Module], compares: bool) -> None:
         self.stages = stages
-        self.is_last = is_last
-        self.states: list[StageState] = []  # of the stages, before their first call
-        self.comparisons = [Comparison(stage) if is_compared else None for stage in stages]
-        self.random_numbers: tuple[Any, Any] | None = None  # before the first call
+        self.compares = compares
+        self.first_calls: list[tuple[StageState, Comparison | None]] = []  # of the stages
+        self.random_numbers: tuple[Any, Any] = _random_numbers()
 
     def __call__(self, state: Any) -> Any:
-        if self.random_numbers is not None:
-            return self._call_again(state, self.random_numbers)
-        if self.is_last:
-            for stage in self.stages:
-                state = stage(state)
-            return state
-        self.random_numbers = _random_numbers()
+        if self.first_calls:
+            return self._call_again(state)
         inputs = [(leaf, leaf._version) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-        for stage, comparison in zip(self.stages, self.comparisons, strict=True):
+        for stage in self.stages:
             before = StageState(stage)
-            self.states.append(before)
+            comparison = Comparison(stage) if self.compares else None
+            self.first_calls.append((before, comparison))
             with comparison or nullcontext():
                 state = stage(state)
             before.refuse_changes_within()
@@ -135,12 +124,12 @@ class Segment:
                 raise UserError(f"ckpt: the stage {type(stage).__name__} {fault}; {advice}")
         return state
 
-    def _call_again(self, state: Any, random_numbers: tuple[Any, Any]) -> Any:
-        """Return what the first call returned for the same input and these random numbers of Python and NumPy."""
+    def _call_again(self, state: Any) -> Any:
+        """Return what the first call returned for the same input."""
         now = _random_numbers()
         try:
-            _draw_from(random_numbers)
-            for stage, before, comparison in zip(self.stages, self.states, self.comparisons, strict=True):
+            _draw_from(self.random_numbers)
+            for stage, (before, comparison) in zip(self.stages, self.first_calls, strict=True):
                 if comparison is not None:
                     comparison.is_second = True
                 with before.restored() as buffers, comparison or nullcontext():

@@ -11,7 +11,7 @@ these sums are in its memory where they fit beside a forward pass, else in the h
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -32,25 +32,20 @@ FLOAT32 = 4  # bytes
 MARGIN = 8  # 1/8 of a GPU's memory stays free: gaps are not predicted, workspaces of convolutions estimated
 
 
+@dataclass
 class HostMemory:
     """Host memory for results of a device, one after another: the next takes the place of the last."""
 
-    def __init__(self, is_pinned: bool, numbers: int = 0) -> None:
-        """Take memory for `numbers` numbers at the first result: torch keeps the pages of every smaller buffer.
-
-        `is_pinned`: pages are locked, so that a GPU writes into them at full speed.
-        """
-        self._is_pinned = is_pinned
-        self._numbers = numbers
-        self._buffer = torch.empty(0)
+    is_pinned: bool  # pages are locked, so that a GPU writes into them at full speed
+    numbers: int = 0  # that the first result takes memory for: torch keeps the pages of every smaller buffer
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def take(self, result: Tensor) -> Tensor:
         """Return a copy of the result, once all of it is there."""
-        if self._buffer.numel() < result.numel():
-            self._buffer = torch.empty(0)  # before there is a larger one
-            numbers = max(self._numbers, result.numel())
-            self._buffer = torch.empty(numbers, pin_memory=self._is_pinned)
-        part = self._buffer[: result.numel()]
+        if self.buffer.numel() < result.numel():
+            self.buffer = torch.empty(0)  # before there is a larger one
+            self.buffer = torch.empty(max(self.numbers, result.numel()), pin_memory=self.is_pinned)
+        part = self.buffer[: result.numel()]
         return part.view(result.shape).copy_(result)
 
 
@@ -87,19 +82,6 @@ class Predictor:
             for model, was_training in zip(self.models, were_training, strict=True):
                 model.train(was_training)
 
-    def probabilities(self, image: Tensor) -> Tensor:
-        """Return all class probabilities K X Y Z of an image C X Y Z (normalised): gigabytes, for many classes.
-
-        They are float32, on the CPU.
-        """
-        whole: Tensor | None = None
-        for strip in self.strips(image):
-            if whole is None:
-                whole = strip.probabilities.new_empty(len(strip.probabilities), *strip.sizes)
-            whole[(slice(None), *strip.box)] = strip.probabilities
-        assert whole is not None
-        return whole
-
     def _slide(self, image: Tensor, name: str) -> Iterator[ProbabilityBlock]:
         """Yield the strips of `strips`; networks are in evaluation mode."""
         x, y, z = image.shape[1:]
@@ -121,13 +103,12 @@ class Predictor:
         strip_size, _ = sum_sizes(corners, out_window, axes)
         numbers = math.prod(strip_size) * (self.options.classes or 0) if on_device else 0
         host = HostMemory(is_pinned=self._device.type == "cuda", numbers=numbers)
-        in_scan_order = itertools.product(*(corners[axis] for axis in axes))
-        places = [_in_volume_order(place, axes) for place in in_scan_order]
+        places = [_in_volume_order(place, axes) for place in itertools.product(*(corners[axis] for axis in axes))]
         logits = self._logits(padded, places, host=None if on_device else host)
         for (a, b, c), means in window_means(logits, corners, weight, axes):
             corner = (a - offset[0], b - offset[1], c - offset[2])
             block = ProbabilityBlock((x, y, z), axes, corner, means)
-            strip = _probabilities_inside(block, self._has_regions)
+            strip = _probabilities_inside(block, self.options.output_regions is not None)
             if strip is None:
                 continue
             if on_device:
@@ -140,10 +121,6 @@ class Predictor:
                 fault = f"{name}: outputs of the network are NaN or infinite: no class is the likeliest"
                 raise NonFinitePrediction(f"{fault}; {advice}")
             yield strip
-
-    @property
-    def _has_regions(self) -> bool:
-        return self.options.output_regions is not None
 
     @property
     def _device(self) -> torch.device:
@@ -194,7 +171,7 @@ class Predictor:
                 refuse_odd_logits(output, self.options.path, self.options.classes, sizes)
             logits = output.float()
             del output
-            if self._has_regions:
+            if self.options.output_regions is not None:
                 flaw = logits.sum() * 0  # NaN if any logit is not finite: of an infinite one, sigmoid is finite
                 logits = logits.sigmoid_().add_(flaw)
             logits = logits.flip(flipped) if flipped else logits
@@ -209,22 +186,18 @@ def _probabilities_inside(strip: ProbabilityBlock, has_regions: bool) -> Probabi
 
     Of regions, the strip has probabilities already, but for the rounding of means.
     """
-    begin: list[int] = []
-    inside: list[slice] = []  # in the strip
-    for block, size in zip(strip.box, strip.sizes, strict=True):
-        first = max(0, block.start)
-        last = min(block.stop, size)
-        if first >= last:
-            return None
-        begin.append(first)
-        inside.append(slice(first - block.start, last - block.start))
+    inside = []  # in the strip
+    for start, size in zip(strip.corner, strip.sizes, strict=True):
+        inside.append(slice(max(0, -start), max(0, size - start)))
     part = strip.probabilities[(slice(None), *inside)]
+    if not part.numel():
+        return None
     if has_regions:
         part.clamp_(0, 1)
     else:
         part.sub_(part.amax(0)).exp_()
         part.div_(part.sum(0))
-    x, y, z = begin
+    x, y, z = (max(0, start) for start in strip.corner)
     return strip._replace(corner=(x, y, z), probabilities=part)
 
 
@@ -275,18 +248,9 @@ def gaussian(window: Sequence[int]) -> Tensor:
 
 def scan_order(corners: Corners, window: Sequence[int]) -> Axes:
     """Return the axes along which slabs, strips in a slab and windows in a strip follow, so that memory is least."""
-    sizes = []
-    shared = []  # the largest overlap of two neighbours
-    for starts, length in zip(corners, window, strict=True):
-        sizes.append(starts[-1] + length)
-        overlaps = [start + length - next_start for start, next_start in pairwise(starts)]
-        shared.append(max(overlaps, default=0))
 
     def voxels(axes: Sequence[int]) -> int:
-        slab, strip, row = axes
-        carried = shared[slab] * sizes[strip]
-        current = window[slab] * window[strip]
-        return (carried + current) * sizes[row]
+        return sum(map(math.prod, sum_sizes(corners, window, axes)))
 
     slab, strip, row = min(itertools.permutations(range(3)), key=voxels)
     return slab, strip, row
@@ -343,24 +307,19 @@ def sums_bytes(corners: Corners, window: Sequence[int], classes: int) -> int:
 
     Sums and their weights are float32. As a strip goes to the host, there is one copy of its probabilities.
     """
-    strip_size, carried_size = sum_sizes(corners, window, scan_order(corners, window))
-    strip = math.prod(strip_size)
-    carried = math.prod(carried_size)
+    strip, carried = map(math.prod, sum_sizes(corners, window, scan_order(corners, window)))
     sums = (classes + 1) * (strip + carried)
     probabilities = classes * strip
     return FLOAT32 * (sums + probabilities + math.prod(window))
 
 
-def sum_sizes(corners: Corners, window: Sequence[int], axes: Axes) -> tuple[Axes, Axes]:
+def sum_sizes(corners: Corners, window: Sequence[int], axes: Sequence[int]) -> tuple[Axes, Axes]:
     """Return the sizes (voxels, along `axes`) of a strip and of what a slab shares with the next."""
     slab_starts, strip_starts, window_starts = (corners[axis] for axis in axes)
     deep, wide, long = (window[axis] for axis in axes)
     most_shared = max(slab.shared for slab in _steps(slab_starts, deep))
-    width = strip_starts[-1] + wide
     length = window_starts[-1] + long
-    strip_size = (deep, wide, length)
-    carried_size = (most_shared, width, length)
-    return strip_size, carried_size
+    return (deep, wide, length), (most_shared, strip_starts[-1] + wide, length)
 
 
 def window_means(

@@ -91,10 +91,8 @@ def _confusion(case: str, prediction: Labels, truth: Labels, classes: int, ignor
 
 def _ratios(parts: NDArray[np.int64], wholes: NDArray[np.int64]) -> tuple[float | None, ...]:
     """Return part / whole of each class, None where whole is 0."""
-    ratios = []
-    for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True):
-        ratios.append(part / whole if whole else None)
-    return tuple(ratios)
+    pairs = zip(parts.tolist(), wholes.tolist(), strict=True)
+    return tuple(part / whole if whole else None for part, whole in pairs)
 
 
 def _distances(
@@ -160,21 +158,17 @@ def summarise(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[s
     `val/dice_mean` and `val/iou_mean` are means of the classes' means. Loss and HD95 have keys if any case has them,
     and HD95 one more a class: how many cases have it.
     """
-    columns = _columns(scores, class_names)
     summary: dict[str, float | None] = {}
     loss = mean_of(score.loss for score in scores)
     if loss is not None:
         summary["val/loss"] = loss
-    for metric in ("dice", "iou", "hd95_mm"):
-        means: dict[str, float | None] = {}
-        for key, values in columns.items():
-            if key.startswith(f"{metric}/"):
-                means[f"val/{key}"] = mean_of(values)
-        if metric != "hd95_mm":
+    for metric, values_of in _by_class(scores, class_names).items():
+        means = {f"val/{metric}/{name}": mean_of(values) for name, values in values_of.items()}
+        if metric == "hd95_mm":  # A case that misses a class has none, so more misses may lower the mean.
+            for name, values in values_of.items():
+                summary[f"val/hd95_mm_cases/{name}"] = float(len(values) - values.count(None))
+        else:
             summary[f"val/{metric}_mean"] = mean_of(means.values())
-        else:  # a case that misses a class has none, so more misses may lower the mean
-            counts = {key.replace(metric, f"{metric}_cases", 1): columns[key.removeprefix("val/")] for key in means}
-            summary |= {key: float(len(values) - values.count(None)) for key, values in counts.items()}
         summary |= means
     return summary
 
@@ -195,7 +189,8 @@ def csv_text(
     Where a score is 0 because the truth has no such class, the last column, note, says so.
     """
     columns: dict[str, Sequence[object]] = {"case": [score.case for score in scores]}
-    columns |= _columns(scores, class_names)
+    for metric, values_of in _by_class(scores, class_names).items():
+        columns |= {f"{metric}/{name}": values for name, values in values_of.items()}
     columns |= more or {}
     notes = [_note(score, class_names[1:]) for score in scores]
     if any(notes):
@@ -228,14 +223,14 @@ def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_ne
     return csv_text(scores, class_names, on_network)
 
 
-def _columns(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return one value per case for each "metric/class"; HD95 only if any case has it."""
-    metrics = ["dice", "iou"]
-    if any(score.hd95_mm for score in scores):
-        metrics.append("hd95_mm")
-    columns: dict[str, list[float | None]] = {}
-    for metric in metrics:
-        for index, name in enumerate(class_names[1:]):
-            values = [getattr(score, metric) for score in scores]
-            columns[f"{metric}/{name}"] = [of_case[index] if of_case else None for of_case in values]
-    return columns
+def _by_class(scores: Sequence[CaseScore], class_names: Sequence[str]) -> dict[str, dict[str, list[float | None]]]:
+    """Return one value per case for each metric and class; HD95 only if any case has it."""
+    by_class: dict[str, dict[str, list[float | None]]] = {}
+    for metric in ("dice", "iou", "hd95_mm"):
+        of_cases = [getattr(score, metric) for score in scores]
+        if metric != "hd95_mm" or any(of_cases):
+            by_class[metric] = {
+                name: [of_case[index] if of_case else None for of_case in of_cases]
+                for index, name in enumerate(class_names[1:])
+            }
+    return by_class
