@@ -21,7 +21,7 @@ from unet3d.memory.prediction import estimate
 from unet3d.run.record import headline, read_run
 from unet3d.run.run_folder import environment
 from unet3d.training.losses import LOSSES
-from unet3d.training.switches import CUBLAS, compile_error, nondeterminism_error, switched
+from unet3d.training.switches import CUBLAS, foreseen_error, switched
 
 UNREPEATABLE = "my_layer does not have a deterministic implementation, but you set it"
 
@@ -168,10 +168,10 @@ def test_a_part_that_is_not_deterministic_ends_in_one_line(tmp_path: Path) -> No
 @pytest.mark.parametrize("text", [UNREPEATABLE, "it is not deterministic because it uses CuBLAS"])
 def test_only_deterministic_is_named_as_what_refused_a_kernel(text: str) -> None:
     """Code of one's own may ask torch for determinism, too."""
-    found = nondeterminism_error(RuntimeError(text), True)
+    found = foreseen_error(RuntimeError(text), True)
     assert found is not None and str(found).startswith("deterministic=true: ")
-    assert nondeterminism_error(RuntimeError(text), False) is None
-    assert nondeterminism_error(RuntimeError("other"), True) is None
+    assert foreseen_error(RuntimeError(text), False) is None
+    assert foreseen_error(RuntimeError("other"), True) is None
 
 
 def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +225,8 @@ def test_a_compiled_run_has_the_losses_of_the_same_run_and_resumes(tmp_path: Pat
 def test_a_machine_without_a_compiler_is_told_in_one_line() -> None:
     from torch._inductor.exc import InvalidCxxCompiler  # here: each run that a test starts loads this file
 
-    assert compile_error(RuntimeError("compiler")) is None
-    error = compile_error(InvalidCxxCompiler())
+    assert foreseen_error(RuntimeError("compiler"), False) is None
+    error = foreseen_error(InvalidCxxCompiler(), False)
     assert isinstance(error, UserError) and len(str(error).splitlines()) == 1
 
 

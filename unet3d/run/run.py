@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -59,48 +59,42 @@ from unet3d.training import metrics, optim, switches
 from unet3d.training.trainer import Learner, Trainer
 
 
+@dataclass
 class Run:
     """A run with all its parts. Use it in a `with`."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        data: PreparedData,
-        model_config: Model,
-        technique: Technique,
-        stop: Stop,
-        pretrained: PretrainedWeights | None,
-    ) -> None:
-        """Build a run that begins with `pretrained` weights, or with `config.resume` at its last checkpoint."""
-        self.config = config
-        self.folder = folder
-        self.data = data
-        self.model_config = model_config
-        self.stop = stop
-        self.is_measured = False  # whether memory.json and memory/ have the last step
+    config: Config
+    folder: Path
+    data: PreparedData
+    model_config: Model
+    technique: Technique
+    stop: Stop
+    pretrained: PretrainedWeights | None  # that a run begins with; one with `config.resume` takes its last checkpoint
+    is_measured: bool = field(default=False, init=False)  # whether memory.json and memory/ have the last step
+
+    def __post_init__(self) -> None:
+        config, data, folder = self.config, self.data, self.folder
         device = build.device(config)
-        learner = _learner(config, model_config, technique, pretrained, device)
-        predictor = fitted_predictor(config, [learner.model], model_config, learner.policy, device)
+        learner = self._learner(device)
+        predictor = fitted_predictor(config, [learner.model], self.model_config, learner.policy, device)
         segmenter = Segmenter(predictor, data.read.intensity, config.data, data.dataset.classes)
         rests_on = fingerprint(data, learner.policy.dtype)
         parts = (learner.model, learner.optimizer, learner.scaler)
-        state = TrainingState(config, model_config, rests_on, *parts, data.read.seen)
+        state = TrainingState(config, self.model_config, rests_on, *parts, data.read.seen)
         self.checkpoints = CheckpointManager(folder, state)
-        is_resumed = config.resume is not None
         step, last_validation = 0, 0
-        if is_resumed:
-            step, last_validation = self.checkpoints.restore()
-        else:
+        if config.resume is None:
             seed_per_rank(config.seed, 0)
+        else:
+            step, last_validation = self.checkpoints.restore()
         self.start_step = step  # at which this process begins
         self.memory = ranks.on_rank0(lambda: read_memory(folder))
-        self.earlier_memory = dict(self.memory) if is_resumed else {}
+        self.earlier_memory = {} if config.resume is None else dict(self.memory)
         self.is_done = step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
         self.meter = open_meter(learner.model, learner.optimizer)
         self.loggers = Loggers([])
         if not self.is_done and ranks.RANK == 0:  # else its folder stays unchanged
-            self._start_folder(device, None if pretrained is None else pretrained.record())
+            self._start_folder(device)
         self.trainer = Trainer(
             learner,
             learning_rate=functools.partial(optim.learning_rate, config.optim, config.steps),
@@ -110,12 +104,43 @@ class Run:
             step=step,
             last_validation=last_validation,
         )
-        self.validator = Validator(config, folder, data, segmenter, self.loggers, stop)
+        self.validator = Validator(config, folder, data, segmenter, self.loggers, self.stop)
 
-    def _start_folder(self, device: torch.device, start: Mapping[str, Any] | None) -> None:
-        """Write what is known before the first step, and open the loggers; `start` is what init.json holds."""
+    def _learner(self, device: torch.device) -> Learner:
+        """Build the network on the device, and what updates it."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
+        config, model_config, technique = self.config, self.model_config, self.technique
+        assert model_config.classes is not None
+        loss = build.loss(config, model_config.classes, device, model_config.output_regions)
+        policy = build.policy(config, device.type, technique)
+        model = build.model(model_config, config.seed)
+        if self.pretrained is not None:
+            self.pretrained.load(model)
+        model = build.prepare_for_ranks(policy.formatted(model.to(device)))
+        optimizer = optim.optimizer(config.optim, model)
+        if technique.program is not None:
+            policy = replace(policy, program=_program_of(model.train(), technique.program, policy.dtype))
+        if technique.window_program is not None:
+            policy = replace(policy, window_program=_program_of(model.eval(), technique.window_program, policy.dtype))
+        model.train()
+        return Learner(model, loss, optimizer, policy.scaler(), policy)
+
+    def _start_folder(self, device: torch.device) -> None:
+        """Make the subfolders, write what is known before the first step, and open the loggers."""
         config, data, folder = self.config, self.data, self.folder
-        run_folder.start_folder(folder, compose.to_yaml(config), device, config.resume is not None, start)
+        for part in ("checkpoints", "figures", "predictions"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        old = ["report.html"]  # of an earlier end; the next one writes it again
+        if config.resume is None:
+            old += ["metrics.jsonl", "init.json"]  # of a run that ended before its first checkpoint
+        for name in old:
+            (folder / name).unlink(missing_ok=True)
+        if self.pretrained is not None:
+            write_json(folder / "init.json", self.pretrained.record())
+        write_text(folder / "config.yaml", compose.to_yaml(config))
+        write_json(folder / "env.json", run_folder.environment(device))
+        write_text(folder / "STATUS", "running\n")
         about = {
             "classes": data.dataset.classes,
             "channels": data.dataset.channels,
@@ -164,9 +189,7 @@ class Run:
             where = ranks.on_rank0(lambda: self.checkpoints.dump(self.trainer.step + 1, of_all_ranks))
             raise NonFiniteLoss(f"{error}; {where}") from None
         except (RuntimeError, MemoryError) as error:
-            foreseen = lost(error) or switches.nondeterminism_error(error, self.config.deterministic)
-            if foreseen is None and not is_out_of_memory(error):
-                foreseen = switches.compile_error(error)
+            foreseen = lost(error) or switches.foreseen_error(error, self.config.deterministic)
             if foreseen is not None:
                 raise foreseen from error
             if not is_out_of_memory(error):
@@ -342,32 +365,6 @@ class Run:
         entries = flat(memory).items()
         numbers = [[key, value] for key, value in entries if not isinstance(value, list)]
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
-
-
-def _learner(
-    config: Config,
-    model_config: Model,
-    technique: Technique,
-    pretrained: PretrainedWeights | None,
-    device: torch.device,
-) -> Learner:
-    """Build the network on the device, and what updates it."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
-    assert model_config.classes is not None
-    loss = build.loss(config, model_config.classes, device, model_config.output_regions)
-    policy = build.policy(config, device.type, technique)
-    model = build.model(model_config, config.seed)
-    if pretrained is not None:
-        pretrained.load(model)
-    model = build.prepare_for_ranks(policy.formatted(model.to(device)))
-    optimizer = optim.optimizer(config.optim, model)
-    if technique.program is not None:
-        policy = replace(policy, program=_program_of(model.train(), technique.program, policy.dtype))
-    if technique.window_program is not None:
-        policy = replace(policy, window_program=_program_of(model.eval(), technique.window_program, policy.dtype))
-    model.train()
-    return Learner(model, loss, optimizer, policy.scaler(), policy)
 
 
 def _program_of(model: nn.Module, program: Program, autocast: torch.dtype | None) -> Program:

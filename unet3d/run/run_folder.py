@@ -72,24 +72,6 @@ OTHERS = {
 }
 
 
-def start_folder(folder: Path, options: str, device: "torch.device", is_resumed: bool, start: Values | None) -> None:
-    """Make the subfolders and write what is known before the first step; init.json says what `start` loaded.
-
-    `options` are the content of config.yaml.
-    """
-    for part in ("checkpoints", "figures", "predictions"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    if not is_resumed:
-        for name in ("metrics.jsonl", "init.json"):
-            (folder / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
-    if start is not None:
-        write_json(folder / "init.json", start)
-    (folder / "report.html").unlink(missing_ok=True)  # of an earlier end; the next one writes it again
-    write_text(folder / "config.yaml", options)
-    write_json(folder / "env.json", environment(device))
-    write_text(folder / "STATUS", "running\n")
-
-
 def environment(device: "torch.device") -> dict[str, Any]:
     """Return the contents of env.json for a run on this device: versions, the device and how torch computes."""
     import torch

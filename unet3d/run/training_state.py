@@ -41,8 +41,7 @@ def rate_change(before: Config, now: Config, step: int) -> str:
     """
     if step in (0, now.steps):
         return ""
-    last = optim.learning_rate(before.optim, before.steps, step - 1)
-    planned = optim.learning_rate(before.optim, before.steps, step)
+    last, planned = (optim.learning_rate(before.optim, before.steps, number) for number in (step - 1, step))
     following = optim.learning_rate(now.optim, now.steps, step)
     if planned == following:
         return ""
@@ -97,8 +96,7 @@ class TrainingState:
         self._refuse_unsound(path, state)
         if step > self.config.steps:
             raise UserError(f"steps={self.config.steps}: the run is at step {step} already; give as many or more")
-        was_planned = state["config"]["steps"] == self.config.steps
-        if step == self.config.steps and not was_planned:
+        if step == self.config.steps != state["config"]["steps"]:
             # The last validation measures more than the one at this step did: it is made again.
             state["last_validation"] = step - 1
         checkpoint.refuse_misfit(self.model, state["model"], path)
@@ -116,10 +114,8 @@ class TrainingState:
         self._load_random_state(state)  # last: building things draws from it
         if changes:
             before = compose.from_plain(state["config"] | {"resume": None})
-            line = rate_change(before, self.config, step)
-            if line:
-                changes.append(line)
-        return changes
+            changes.append(rate_change(before, self.config, step))
+        return [*filter(None, changes)]
 
     def _refuse_unsound(self, path: Path, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError for a training state that no run of this optimizer has written."""
@@ -156,11 +152,12 @@ class TrainingState:
             if state.keys() != names:
                 return False
             for name, value in state.items():
-                if not _is_like(value, step_counter if name == "step" else parameters[index]):
-                    return False
-                if name == "step" and value.item() not in range(1, steps + 1):
-                    return False
-                if name == "exp_avg_sq" and not value.ge(0).all():
+                is_step = name == "step"
+                if (
+                    not _is_like(value, step_counter if is_step else parameters[index])
+                    or (is_step and value.item() not in range(1, steps + 1))
+                    or (name == "exp_avg_sq" and not value.ge(0).all())
+                ):
                     return False
                 if value.numel():
                     addresses.append(value.untyped_storage().data_ptr())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unet3d.base.errors import UserError
+from unet3d.base.errors import UserError, is_out_of_memory
 from unet3d.config.schema import Cuda
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -70,29 +70,23 @@ def without_compiler(model: nn.Module) -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
-def compile_error(error: Exception) -> UserError | None:
-    """Return the error to show where torch.compile failed; None for another error."""
-    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return None
-    first_line, _, _ = str(error).partition("\n")
-    return UserError(f"compile=true: {first_line}; set compile=false")
-
-
-def nondeterminism_error(error: Exception, deterministic: bool) -> UserError | None:
-    """Return the error to show where `deterministic` finds no such kernel for an operation.
+def foreseen_error(error: Exception, deterministic: bool) -> UserError | None:
+    """Return the error to show where `deterministic` finds no such kernel for an operation, or torch.compile failed.
 
     None for another error, and where code of the user's own has asked torch for determinism.
     """
-    if not deterministic:
-        return None
-    if REFUSAL_OF_CUBLAS in str(error):
+    text = str(error)
+    first_line, _, _ = text.partition("\n")
+    operation, _, rest = text.partition(f" {REFUSAL}")
+    if deterministic and REFUSAL_OF_CUBLAS in text:
         advice = f"start another one, or set {CUBLAS}={FIXED_WORKSPACES} before"
         return UserError(f"deterministic=true: this process used cuBLAS before; {advice}")
-    operation, _, rest = str(error).partition(f" {REFUSAL}")
-    if not rest:
-        return None
-    advice = "use other layers, or set it to false"
-    return UserError(f"deterministic=true: torch has no deterministic {operation}; {advice}")
+    if deterministic and rest:
+        advice = "use other layers, or set it to false"
+        return UserError(f"deterministic=true: torch has no deterministic {operation}; {advice}")
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) and not is_out_of_memory(error):
+        return UserError(f"compile=true: {first_line}; set compile=false")
+    return None
 
 
 def cudnn_warning(dtype: torch.dtype | None, largest_map: Callable[[], int]) -> str | None:
