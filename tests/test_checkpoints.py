@@ -12,14 +12,18 @@ from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved
 from unet3d.config import compose
 from unet3d.run import checkpoint
-from unet3d.run.training_state import CheckpointManager, TrainingState, rate_change
+from unet3d.run.training_state import CheckpointManager, rate_change
 from unet3d.training import optim
+from unet3d.training.losses import SegmentationLoss, ce
+from unet3d.training.policy import MemoryPolicy
+from unet3d.training.trainer import Learner
 
 
-class Nothing:
-    """The state of a run without a network."""
+class Nothing(CheckpointManager):
+    """Of a run without a network."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.best, self.saved = folder, None, None
         self.changes: list[str] = []
 
     def state_dict(self, step: int, last_validation: int, best: float | None) -> dict[str, Any]:
@@ -30,18 +34,18 @@ class Nothing:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> CheckpointManager:
+def checkpoints(tmp_path: Path) -> Nothing:
     (tmp_path / "checkpoints").mkdir()
-    return CheckpointManager(tmp_path, Nothing())  # type: ignore[arg-type]
+    return Nothing(tmp_path)
 
 
-def kept(checkpoints: CheckpointManager) -> dict[str, int]:
+def kept(checkpoints: Nothing) -> dict[str, int]:
     """The step of each checkpoint."""
     folder = checkpoints.folder / "checkpoints"
     return {path.stem: checkpoint.load_checkpoint(path)["step"] for path in folder.iterdir()}
 
 
-def test_the_best_is_that_of_the_highest_dice(checkpoints: CheckpointManager) -> None:
+def test_the_best_is_that_of_the_highest_dice(checkpoints: Nothing) -> None:
     """Of equal ones the first; a validation without any foreground, whose Dice is n/a, does not count."""
     best = []
     for step, dice in enumerate((None, 0.5, 0.3, None, 0.5, 0.6), start=1):
@@ -51,17 +55,15 @@ def test_the_best_is_that_of_the_highest_dice(checkpoints: CheckpointManager) ->
     assert kept(checkpoints) == {"best": 6, "last": 6, "previous": 5}
 
 
-def test_options_that_changed_cannot_command_a_terminal(
-    checkpoints: CheckpointManager, capsys: pytest.CaptureFixture
-) -> None:
+def test_options_that_changed_cannot_command_a_terminal(checkpoints: Nothing, capsys: pytest.CaptureFixture) -> None:
     checkpoints.save_last(0, 0)
-    checkpoints.state.changes = ["wandb.project: a\x1b[2J -> \udcff"]  # type: ignore[attr-defined]
+    checkpoints.changes = ["wandb.project: a\x1b[2J -> \udcff"]
     checkpoints.restore()
     printed = capsys.readouterr().out
     assert "wandb.project: a\\x1b[2J -> \\udcff" in printed and printed.removesuffix("\n").isprintable()
 
 
-def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: CheckpointManager) -> None:
+def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: Nothing) -> None:
     best = checkpoints.folder / "checkpoints" / "best.pt"
     checkpoints.save_best_and_last(0, 0.5)
     aside = best.rename(checkpoints.folder / "aside.pt")
@@ -75,7 +77,7 @@ def test_a_best_that_could_not_be_saved_is_no_best(checkpoints: CheckpointManage
     assert kept(checkpoints)["best"] == 2
 
 
-def test_a_resumed_run_knows_its_best(checkpoints: CheckpointManager, tmp_path: Path) -> None:
+def test_a_resumed_run_knows_its_best(checkpoints: Nothing, tmp_path: Path) -> None:
     checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", {"step": 4, "last_validation": 4, "best": 0.5})
     (tmp_path / "metrics.jsonl").touch()
     assert checkpoints.restore() == (4, 4) and checkpoints.best == 0.5
@@ -104,7 +106,7 @@ MOMENT = ("optimizer", "state", 0, "exp_avg")
 
 
 @pytest.fixture
-def state() -> TrainingState:
+def state(tmp_path: Path) -> CheckpointManager:
     """Of a run that has taken a step."""
     config = compose.compose(WORDS)
     model = build.model(config.model, seed=0)
@@ -112,12 +114,13 @@ def state() -> TrainingState:
     model(torch.ones(1, 1, 16, 16, 16)).sum().backward()
     optimizer.step()
     facts = {"classes": ["a", "b", "c"], "channels": ["x"], "intensity": [], "files": {}}
-    return TrainingState(config, config.model, facts, model, optimizer, torch.amp.GradScaler("cpu"))
+    learner = Learner(model, SegmentationLoss(ce), optimizer, torch.amp.GradScaler("cpu"), MemoryPolicy())
+    return CheckpointManager(tmp_path, config, config.model, facts, learner)
 
 
 @without("torch.set_rng_state", nothing)
 @without("torch.amp.GradScaler.load_state_dict", nothing)
-def test_a_state_that_is_put_back_is_the_same(state: TrainingState, tmp_path: Path) -> None:
+def test_a_state_that_is_put_back_is_the_same(state: CheckpointManager, tmp_path: Path) -> None:
     saved = state.state_dict(1, 0, 0.5)
     saved["scaler"]["scale"] *= 2
     torch.rand(1)
@@ -156,7 +159,7 @@ def test_a_run_that_goes_on_for_more_steps_says_what_its_rate_does(words: list[s
 
 
 @promise("Resume", "a finished run goes ...")
-def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, tmp_path: Path) -> None:
+def test_a_changed_rate_is_said_as_the_state_is_put_back(state: CheckpointManager, tmp_path: Path) -> None:
     saved = state.state_dict(1, 0, 0.5)
     saved["config"]["optim"]["lr"] = 4e-4
     changed, rate = state.load_state_dict(tmp_path, saved)
@@ -169,7 +172,7 @@ def test_a_changed_rate_is_said_as_the_state_is_put_back(state: TrainingState, t
     "a line with both numbers; the run goes on, identical up to rounding",
 )
 def test_another_number_of_threads_is_told(
-    state: TrainingState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    state: CheckpointManager, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the CPU they change rounding."""
     saved = state.state_dict(1, 0, 0.5)
@@ -207,7 +210,7 @@ def test_another_number_of_threads_is_told(
     ],
 )
 def test_a_state_that_no_run_has_written_is_refused(
-    state: TrainingState, tmp_path: Path, keys: tuple[Any, ...], value: Any, wrong: str
+    state: CheckpointManager, tmp_path: Path, keys: tuple[Any, ...], value: Any, wrong: str
 ) -> None:
     saved = state.state_dict(1, 0, 0.5)
     node: Any = saved
@@ -221,17 +224,17 @@ def test_a_state_that_no_run_has_written_is_refused(
 @promise("Checkpoints", "values of wrong types ...")
 @pytest.mark.parametrize("value", [torch.zeros(5056, dtype=torch.uint8), torch.full((5056,), 255, dtype=torch.uint8)])
 def test_a_random_state_that_torch_refuses_is_one_line(
-    state: TrainingState, tmp_path: Path, value: torch.Tensor
+    state: CheckpointManager, tmp_path: Path, value: torch.Tensor
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     checkpoint.save_checkpoint(tmp_path / "checkpoints" / "last.pt", state.state_dict(1, 0, None) | {"rng": value})
     with pytest.raises(CheckpointError, match=r"last\.pt: .*RuntimeError"):
-        CheckpointManager(tmp_path, state).restore()
+        state.restore()
 
 
 @pytest.mark.parametrize("part", ["scaler", "fingerprint", "last_validation", "best", "ranks", "threads"])
 def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(
-    state: TrainingState, tmp_path: Path, part: str
+    state: CheckpointManager, tmp_path: Path, part: str
 ) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -239,14 +242,14 @@ def test_a_state_without_a_part_is_one_line_and_no_other_is_taken(
     checkpoint.save_checkpoint(folder / "previous.pt", whole)
     checkpoint.save_checkpoint(folder / "last.pt", {name: value for name, value in whole.items() if name != part})
     with pytest.raises(CheckpointError, match=rf"last\.pt: .*KeyError\('{part}'\)"):
-        CheckpointManager(tmp_path, state).restore()
+        state.restore()
 
 
 @promise("Checkpoints", "values of wrong types ...")
-def test_options_of_the_optimizer_come_from_the_config(state: TrainingState, tmp_path: Path) -> None:
+def test_options_of_the_optimizer_come_from_the_config(state: CheckpointManager, tmp_path: Path) -> None:
     saved = state.state_dict(1, 0, None)
     (group,) = saved["optimizer"]["param_groups"]
     saved["optimizer"]["param_groups"] = [group | {"betas": (5, 7), "eps": -1, "maximize": True, "params": [99]}]
     state.load_state_dict(tmp_path, saved)
-    found = state.optimizer.param_groups[0]
+    found = state.learner.optimizer.param_groups[0]
     assert (found["betas"], found["eps"], found["maximize"], found[optim.COUNT]) == ((0.9, 0.999), 1e-8, False, 1)

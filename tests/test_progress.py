@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import nibabel as nib
 import numpy as np
 import pytest
+from guards import nothing
 from promises import promise
 from rich.console import Console as Terminal
 from training import TINY, face, train
@@ -172,7 +173,7 @@ def test_a_validation_that_fails_removes_its_bar_before_the_error_is_shown(termi
 
     shown = ""
     try:
-        [*evaluate(Mock(), [Case("a", (), None)], fail, False, "validation")]
+        [*evaluate(Mock(), [Case("a", (), None)], fail, False, "validation", nothing)]
     except RuntimeError:
         shown = terminal.getvalue()
     assert shown.endswith("\x1b[?25h"), "the cursor is shown again"

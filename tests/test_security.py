@@ -700,7 +700,7 @@ def test_weights_whose_outputs_are_not_finite_predict_nothing(
         "a", np.eye(9, dtype=np.float32)[None, None].repeat(9, 1), np.zeros((9, 9, 9), np.uint8), (1, 1, 1), None
     )
     with pytest.raises(UserError, match=r"^a: .*a\.nii\.gz\b.*\bNaN\b"):
-        [*evaluate(network.segmenter, [case], lambda _: prepared, False, "validation")]
+        [*evaluate(network.segmenter, [case], lambda _: prepared, False, "validation", nothing)]
 
 
 @promise("checkpoints and run folders", "weights that are NaN or infinite do not predict")

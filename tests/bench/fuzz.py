@@ -26,10 +26,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import torch
 from damage import LAYOUTS, NIFTI, damage_json, data_set
 from damage_run import damage_run
 
@@ -48,8 +48,9 @@ from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.report import print_summary
 from unet3d.run import checkpoint, predict
 from unet3d.run.record import read_run
-from unet3d.run.training_state import CheckpointManager, TrainingState
+from unet3d.run.training_state import CheckpointManager
 from unet3d.training import optim
+from unet3d.training.trainer import Learner
 
 RUN = ["model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"]
 RUN += ["data.phantom.cases=2", "batch=1", "steps=2", "eval_every=1", "workers=0", "hydra.run.dir=run"]
@@ -148,8 +149,9 @@ class SoundRun:
         config = compose.from_plain(read_yaml(self.folder / "config.yaml"))
         options = compose.from_plain(state["config"] | {"model": state["model_options"]}).model
         model = build.model(options, seed=0)
-        optimizer, scaler = optim.optimizer(config.optim, model), torch.amp.GradScaler("cpu", enabled=False)
-        self.state = TrainingState(config, options, state["fingerprint"], model, optimizer, scaler)
+        optimizer, policy = optim.optimizer(config.optim, model), build.policy(config, "cpu")
+        learner = Learner(model, build.loss(config, options.classes or 0), optimizer, policy.scaler(), policy)
+        self.state = CheckpointManager(self.folder, config, options, state["fingerprint"], learner)
         report.write_report(read_run(shutil.copytree(self.folder, place / "warm")))  # loads what draws
 
     def read_all(self, folder: Path, is_drawn: bool) -> str:
@@ -170,7 +172,7 @@ class SoundRun:
 
     def _resume(self, folder: Path) -> None:
         plan(parse([f"resume={folder}"]))
-        CheckpointManager(folder, self.state).restore()
+        replace(self.state, folder=folder).restore()
 
 
 def _ends(act: Callable[[Path], object], folder: Path) -> str:

@@ -31,8 +31,9 @@ from unet3d.memory.prediction import MemoryEstimate, usual_estimates
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
 from unet3d.model.unet import UNet3D
-from unet3d.run.training_state import TrainingState
+from unet3d.run.training_state import CheckpointManager
 from unet3d.training import optim
+from unet3d.training.trainer import Learner
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Bytes that autograd saves in forward and cross-entropy, widths 16..128, 32 x 32 x 32, batch 2: with a CUDA build of
@@ -211,12 +212,11 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(network: Callable[..., UNet3D], mon
     for asked in ("get_rng_state_all", "get_rng_state"):
         monkeypatch.setattr(torch.cuda, asked, lambda *of: pytest.fail("asked of the GPU"))
     model, settings = network(), compose.compose(["device=cpu"])
-    optimizer, scaler = optim.optimizer(settings.optim, model), build.policy(settings, "cpu").scaler()
+    optimizer, policy = optim.optimizer(settings.optim, model), build.policy(settings, "cpu")
+    learner = Learner(model, build.loss(settings, 2), optimizer, policy.scaler(), policy)
     rests_on = {"classes": [], "channels": [], "intensity": []}
-    assert (
-        TrainingState(settings, settings.model, rests_on, model, optimizer, scaler).state_dict(1, 0, None)["cuda_rng"]
-        == []
-    )
+    state = CheckpointManager(Path(), settings, settings.model, rests_on, learner).state_dict(1, 0, None)
+    assert state["cuda_rng"] == []
 
 
 @pytest.mark.slow

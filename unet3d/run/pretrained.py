@@ -16,8 +16,7 @@ from unet3d.data.cases import DatasetInfo, read_dataset
 from unet3d.data.intensity import Intensity
 from unet3d.data.prepare import PreparedData
 from unet3d.model import geometry
-from unet3d.run import checkpoint
-from unet3d.run.checkpoint import TrainedNetworks, networks_of
+from unet3d.run.checkpoint import TrainedNetworks, fitting, load_checkpoint, networks_of, refuse_non_finite
 from unet3d.training import optim
 
 NAMES_SHOWN = 6  # of new tensors on a line; init.json has them all
@@ -56,21 +55,19 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     assert config.init is not None
     path = Path(config.init)
     dataset = data.dataset if data is not None else read_dataset(config.data)
-    trained = networks_of(path, checkpoint.load_checkpoint(path))
+    trained = networks_of(path, load_checkpoint(path))
     paths = (trained.config.model.path, config.model.path)
     if paths[0] != paths[1]:
         its, own = [f"model.path={of}" if of else "the package's own U-Net" for of in paths]
         raise UserError(f"init={path}: its network is {its}, this run's {own}; nothing of it can be used")
     outline = _outline(model_config)
-    weights = checkpoint.fitting(outline, trained.weights[0], path)
+    weights = fitting(outline, trained.weights[0], path)
     head_rows: HeadRows = {}
-    lines = []
-    has_same_classes = trained.classes == dataset.classes
-    if not has_same_classes or (trained.regions is None) != (dataset.regions is None):
+    origins = ""
+    if trained.classes != dataset.classes or (trained.regions is None) != (dataset.regions is None):
         head_names = heads(model_config)
         weights = {name: value for name, value in weights.items() if name not in head_names}
         head_rows, origins = _head_rows(trained, dataset, outline.state_dict(), head_names)
-        lines.append(f"heads, as the classes differ: {origins}")
     if not any(value.dim() > 1 for value in weights.values()):  # norms and biases alone are not worth beginning with
         problem = _model_differences(trained.config.model, model_config) or "other channels, classes or layers"
         raise UserError(f"init={path}: none of its weights fits this network ({problem})")
@@ -81,8 +78,9 @@ def load_pretrained(config: Config, model_config: Model, data: PreparedData | No
     for line in _differences(trained, config, model_config, dataset, intensity):
         warn(line)
     which = " (the first of its networks)" if len(trained.weights) > 1 else ""
-    for line in (f"init={path}{which}: {_loaded(pretrained, model_config.classes)}", *lines):
-        print(escaped(line), flush=True)
+    print(escaped(f"init={path}{which}: {_loaded(pretrained, model_config.classes)}"), flush=True)
+    if origins:
+        print(escaped(f"heads, as the classes differ: {origins}"), flush=True)
     return pretrained
 
 
@@ -143,7 +141,7 @@ def _head_rows(
         value = trained.weights[0].get(name)
         shape = (trained.config.model.classes, *state[name].shape[1:])
         if value is not None and value.shape == shape and value.dtype == state[name].dtype:
-            checkpoint.refuse_non_finite({name: value}, trained.path)
+            refuse_non_finite({name: value}, trained.path)
             rows[name] = {output: value[parts].mean(0) for output, parts in sources.items()}
     if not rows:
         return {}, f"new, of {', '.join(here)}, there {', '.join(there)}"
@@ -159,19 +157,18 @@ def _outline(model_config: Model) -> nn.Module:
 
 def _with_init_names(config: Config, parameters: Sequence[str], weights: Mapping[str, Tensor]) -> Config:
     """Return the config with `optim.init_names` set. Raises UserError for names that do not suit."""
-    factor = config.optim.init_lr
-    asked = config.optim.init_names
-    if factor == 1:
+    if config.optim.init_lr == 1:
         return config
     loaded = [name for name in parameters if name in weights]
-    for start in asked or ():
-        if not any(optim.is_named(name, [start]) for name in loaded):
+    for start in config.optim.init_names or ():
+        named = [name for name in parameters if optim.is_named(name, [start])]
+        new = [name for name in named if name not in weights]
+        if new == named:
             raise UserError(f"optim.init_names: init has loaded no {start}; name parts of what it has, as {loaded[0]}")
-        for name in parameters:
-            if name not in weights and optim.is_named(name, [start]):
-                raise UserError(f"optim.init_names: {name} of {start} is new; name the parts that init has loaded")
-    names = asked or loaded
-    if factor == 0 and all(optim.is_named(name, names) for name in parameters):
+        if new:
+            raise UserError(f"optim.init_names: {new[0]} of {start} is new; name the parts that init has loaded")
+    names = config.optim.init_names or loaded
+    if config.optim.init_lr == 0 and all(optim.is_named(name, names) for name in parameters):
         raise UserError("optim.init_lr=0: all that the network has is loaded and frozen; give a factor above 0")
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, init_names=names))
 
@@ -183,10 +180,10 @@ def _model_differences(there: Model, here: Model) -> str:
     changes = []
     for name, now in vars(here).items():
         before = getattr(there, name)
-        is_same = before == now
+        is_same = before == now or f"model.{name}" in skipped
         if name in sizes and "auto" not in (before, now) and len(there.features) == len(here.features):
             is_same = sizes[name](there) == sizes[name](here)
-        if not is_same and f"model.{name}" not in skipped:
+        if not is_same:
             changes.append(f"model.{name} {before} there, {now} here")
     return "; ".join(changes)
 
@@ -207,11 +204,7 @@ def _differences(
     # Two scales of CT are alike where they are at most half a standard deviation apart.
     are_alike = all(a.kind == b.kind and abs(a.mean - b.mean) <= min(a.std, b.std) / 2 for a, b in pairs)
     if rules and not (are_alike and len(trained.intensity) == len(rules)):
-        kinds = []
-        for some in (trained.intensity, rules):
-            words = [f"ct {rule.low:g} to {rule.high:g}" if rule.kind == "ct" else rule.kind for rule in some]
-            kinds.append(", ".join(words))
-        images.append(f"intensity {kinds[0]} there, {kinds[1]} here")
+        images.append(f"intensity {_kinds(trained.intensity)} there, {_kinds(rules)} here")
     spacing = trained.config.data.spacing
     if spacing != config.data.spacing:
         images.append(f"data.spacing {spacing} mm there, {config.data.spacing} here")
@@ -221,16 +214,19 @@ def _differences(
         yield f"init={trained.path}: it has learned from other images: {'; '.join(images)}"
 
 
+def _kinds(rules: Sequence[Intensity]) -> str:
+    return ", ".join(f"ct {rule.low:g} to {rule.high:g}" if rule.kind == "ct" else rule.kind for rule in rules)
+
+
 def _loaded(pretrained: PretrainedWeights, outputs: int | None) -> str:
     """Return in words what is loaded, at which learning rate, and what is new; heads have that many `outputs`."""
     count = len(pretrained.weights)
     total = count + len(pretrained.head_rows) + len(pretrained.new)
     loaded = f"{count} of {total} tensors loaded"
-    factor = pretrained.config.optim.init_lr
-    if factor != 1:
-        word = "frozen" if factor == 0 else f"at {factor:g} times the rate"
-        names = pretrained.config.optim.init_names or ()
-        slow = sum(optim.is_named(name, names) for name in pretrained.weights)
+    options = pretrained.config.optim
+    if options.init_lr != 1:
+        word = "frozen" if options.init_lr == 0 else f"at {options.init_lr:g} times the rate"
+        slow = sum(optim.is_named(name, options.init_names or ()) for name in pretrained.weights)
         loaded += f", {word}" if slow == count else f", {slow} of them {word}"
     new_rows = 0
     if pretrained.head_rows:

@@ -6,6 +6,7 @@ voxels of one class changes the Dice of no other, so that each class is decided 
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -28,12 +29,11 @@ from unet3d.data.volume import ImageFiles, LabelValues, read_label_map
 from unet3d.memory.simulate import refuse_large_window
 from unet3d.report import fold_tables
 from unet3d.report.compare import print_tables
-from unet3d.report.compared_runs import ComparedRun, not_comparable
+from unet3d.report.compared_runs import not_comparable
 from unet3d.report.held_out import OWN_GRIDS, SCORES_TITLE
 from unet3d.report.report import METHODS, listed
-from unet3d.run import checkpoint, predict
-from unet3d.run.checkpoint import TrainedNetworks, read_networks, split_of
-from unet3d.run.predict import Segmenter
+from unet3d.run import predict
+from unet3d.run.checkpoint import TrainedNetworks, read_networks, save_checkpoint, split_of
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import is_done
 from unet3d.run.validation import evaluate, score_on_own_grid
@@ -65,10 +65,9 @@ def publish(
         _refuse_different(trained, one)
         predict.segmenter(trained, "cpu", None)  # so that what is published can be used
     first, *others = [weights for trained in networks for weights in trained.weights]
-    hidden = {"split": "a file", "groups": "a file"}
     splits = []
-    for held_out in (held_out for trained in networks for held_out in trained.splits):
-        splits.append({name: hidden.get(name, value) for name, value in held_out.items()})
+    for held_out in chain.from_iterable(trained.splits for trained in networks):
+        splits.append({name: "a file" if name in ("split", "groups") else held_out[name] for name in held_out})
     known = [trained.seen for trained in networks if trained.seen is not None]
     state = {
         "config": _without_private(compose.to_plain(one.config)),
@@ -84,7 +83,7 @@ def publish(
         "seen": asdict(Seen.merged(known)) if known else None,
         "largest": list(one.largest if largest is None else largest),
     }
-    checkpoint.save_checkpoint(out, state)
+    save_checkpoint(out, state)
 
 
 def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -175,7 +174,7 @@ def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection
 
 
 def _scores(
-    segmenter: Segmenter,
+    segmenter: predict.Segmenter,
     held_out: Sequence[Case],
     dataset: DatasetInfo,
     options: Data,
@@ -187,10 +186,10 @@ def _scores(
     own_grid_scores: list[metrics.CaseScore] = []
 
     def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        own_grid_scores.extend(score_on_own_grid(case, [segmenter.on_own_grid(strips, case)], dataset))
+        if has_own_grids:
+            own_grid_scores.extend(score_on_own_grid(case, [segmenter.on_own_grid(strips, case)], dataset))
 
-    keep = score_files if has_own_grids else None
-    scores = evaluate(segmenter, held_out, reader, hd95=True, title="scoring", keep=keep)
+    scores = evaluate(segmenter, held_out, reader, hd95=True, title="scoring", keep=score_files)
     text = metrics.csv_text([*scores], dataset.classes)
     return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
 
@@ -221,13 +220,9 @@ def _doubts(
     if len(dataset.channels) > 1 and networks.channels != dataset.channels:  # each layout has its own names
         channels = f"{', '.join(networks.channels)}, those of the data {', '.join(dataset.channels)}"
         yield f"its channels are {channels}; they are taken in this order"
-    maps = []
-    for one in (networks.config.data, options):
-        sources = label_sources(one.label_map or {number: number for number in range(1, dataset.label_count)})
-        maps.append({label: sorted(sources[label]) for label in sorted(sources) if label})
-    learned_map, asked_map = maps
-    if learned_map != asked_map:
-        words = f"it learned with {as_option(learned_map)}, and is scored with {as_option(asked_map)}"
+    learned, asked = (_sources(one, dataset) for one in (networks.config.data, options))
+    if learned != asked:
+        words = f"it learned with {as_option(learned)}, and is scored with {as_option(asked)}"
         yield f"its classes are other labels of the files: {words}"
     others = sum(split != split_of(options) for split in networks.splits)
     if others:
@@ -237,6 +232,12 @@ def _doubts(
     if seen:
         names = shorten(", ".join(seen), 200, placeholder=" ...")
         yield f"learned from {len(seen)} of the {len(held_out)} cases that are scored: {names}"
+
+
+def _sources(options: Data, dataset: DatasetInfo) -> dict[int, list[int]]:
+    """Return the files' labels of each class."""
+    sources = label_sources(options.label_map or {number: number for number in range(1, dataset.label_count)})
+    return {label: sorted(sources[label]) for label in sorted(sources) if label}
 
 
 class Gain(NamedTuple):
@@ -328,7 +329,12 @@ def report_folds(
     """
     methods = fold_tables.read_methods(paths)
     if published is not None:
-        _refuse_publishing(methods, published)
+        if len(methods) > 1:
+            raise UserError(f"--publish {published}: there are {len(methods)} methods; give the folder of one")
+        for problem in fold_tables.problems(methods[0]):
+            raise UserError(f"--publish {published}: {problem}; finish it first")
+        if published.exists():
+            raise UserError(f"{published}: is there already; give another file")
     tables = fold_tables.titled_tables(methods)
     kept: list[Gain] = []  # of the last method, which is the only one where it is published
     lines: list[str] = []
@@ -351,21 +357,9 @@ def report_folds(
     if out is not None:
         written.append(str(fold_tables.write_tables(methods, tables, lines, out)))
     if published is not None:
-        (method,) = methods
-        publish([run.folder / LAST for run in method.folds], published, model_path, [gain.number for gain in kept])
+        publish([run.folder / LAST for run in runs], published, model_path, [gain.number for gain in kept])
         size = published.stat().st_size / 1e6
         names = ", ".join(gain.name for gain in kept) or "no class"
-        parts = f"{size:.1f} MB, {len(method.folds)} networks; the largest component alone of: {names}"
+        parts = f"{size:.1f} MB, {len(runs)} networks; the largest component alone of: {names}"
         written.append(f"{published}: {parts}")
     return written
-
-
-def _refuse_publishing(methods: Sequence[ComparedRun], path: Path) -> None:
-    """Raise UserError where these methods cannot be published as one file."""
-    if len(methods) > 1:
-        raise UserError(f"--publish {path}: there are {len(methods)} methods; give the folder of one")
-    problems = fold_tables.problems(methods[0])
-    if problems:
-        raise UserError(f"--publish {path}: {problems[0]}; finish it first")
-    if path.exists():
-        raise UserError(f"{path}: is there already; give another file")

@@ -53,7 +53,7 @@ from unet3d.run.predict import Segmenter, fitted_predictor
 from unet3d.run.pretrained import PretrainedWeights, load_pretrained
 from unet3d.run.record import RunRecord, headline, read_run, scores_as_numbers
 from unet3d.run.run_folder import peaks, read_memory, update_memory, without_damaged
-from unet3d.run.training_state import BEST, CheckpointManager, TrainingState, fingerprint, seed_per_rank
+from unet3d.run.training_state import BEST, CheckpointManager, fingerprint, seed_per_rank
 from unet3d.run.validation import Validator, has_own_grids, signal_on_any_rank
 from unet3d.training import metrics, optim, switches
 from unet3d.training.trainer import Learner, Trainer
@@ -79,9 +79,7 @@ class Run:
         predictor = fitted_predictor(config, [learner.model], self.model_config, learner.policy, device)
         segmenter = Segmenter(predictor, data.read.intensity, config.data, data.dataset.classes)
         rests_on = fingerprint(data, learner.policy.dtype)
-        parts = (learner.model, learner.optimizer, learner.scaler)
-        state = TrainingState(config, self.model_config, rests_on, *parts, data.read.seen)
-        self.checkpoints = CheckpointManager(folder, state)
+        self.checkpoints = CheckpointManager(folder, config, self.model_config, rests_on, learner, data.read.seen)
         step, last_validation = 0, 0
         if config.resume is None:
             seed_per_rank(config.seed, 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unet3d.base import ranks
 from unet3d.base.errors import CheckpointError, NotSaved, UserError, escaped, is_out_of_memory, warn
@@ -22,6 +22,7 @@ from unet3d.data.intensity import Seen
 from unet3d.data.prepare import PreparedData
 from unet3d.run import checkpoint, run_folder
 from unet3d.training import optim
+from unet3d.training.trainer import Learner
 
 LAST, PREVIOUS, BEST = CHECKPOINTS
 DatasetFingerprint = dict[str, Any]
@@ -50,20 +51,25 @@ def rate_change(before: Config, now: Config, step: int) -> str:
     return f"the learning rate, {numbers}: it is now {now.optim.schedule} over {now.steps} steps"
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """The parts of a run that training changes, and what they were built from."""
+@dataclass
+class CheckpointManager:
+    """What training changes of a run and what that was built from: kept in the last checkpoint, an older, and the best.
 
+    `fingerprint` and `seen` are of the run's data.
+    """
+
+    folder: Path
     config: Config
     model_config: Model  # with nothing left open
     fingerprint: DatasetFingerprint
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    learner: Learner
     seen: Seen | None = None  # what the training cases are like
+    best: float | None = None  # highest mean Dice so far
+    saved: tuple[int, int] | None = None  # step of last.pt, and of the last validation before it
 
     def state_dict(self, step: int, last_validation: int, best: float | None) -> dict[str, Any]:
         """Return the run at this step as tensors and plain values; `best` is its highest mean Dice."""
+        model, _, optimizer, scaler, _ = self.learner
         on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
         first_rank, *other_ranks = ranks.gather((torch.get_rng_state(), on_gpu))
         return {
@@ -75,10 +81,10 @@ class TrainingState:
             "step": step,
             "last_validation": last_validation,
             "best": best,
-            "model": self.model.state_dict(),
-            "average": optim.averages(self.model, self.optimizer),  # shares the optimizer's storages, also on disk
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            "model": model.state_dict(),
+            "average": optim.averages(model, optimizer),  # shares the optimizer's storages, also on disk
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
             "rng": first_rank[0],
             "cuda_rng": first_rank[1],
             "ranks": [list(states) for states in other_ranks],  # `rng` and `cuda_rng` of each other rank
@@ -90,6 +96,7 @@ class TrainingState:
 
         Raises UserError or CheckpointError where it is another run's, or no run's.
         """
+        model, _, optimizer, scaler, _ = self.learner
         step = state["step"]
         changes = compose.refuse_changes(state["config"], compose.to_plain(self.config))
         refuse_other_data(state["fingerprint"], self.fingerprint)
@@ -99,14 +106,14 @@ class TrainingState:
         if step == self.config.steps != state["config"]["steps"]:
             # The last validation measures more than the one at this step did: it is made again.
             state["last_validation"] = step - 1
-        checkpoint.refuse_misfit(self.model, state["model"], path)
-        self.model.load_state_dict(state["model"])
+        checkpoint.refuse_misfit(model, state["model"], path)
+        model.load_state_dict(state["model"])
         # Moments and counts are the file's; the options in the parameter groups stay those of the config.
-        groups = self.optimizer.state_dict()["param_groups"]
+        groups = optimizer.state_dict()["param_groups"]
         for own_group, group in zip(groups, state["optimizer"]["param_groups"], strict=True):
             own_group |= {name: group[name] for name in (optim.COUNT,) if name in group}
-        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
-        self.scaler.load_state_dict(state["scaler"])
+        optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+        scaler.load_state_dict(state["scaler"])
         threads = torch.get_num_threads()  # split sums on the CPU
         if self._device.type == "cpu" and ranks.RANK == 0 and state["threads"] != threads:
             remedy = f"OMP_NUM_THREADS={state['threads']} keeps it equal to the bit"
@@ -132,7 +139,7 @@ class TrainingState:
             "rng": all(_is_like(on_cpu, torch.get_rng_state()) for on_cpu, _ in random_states),
             "cuda_rng": device.type != "cuda"  # else it is not used
             or all(_is_like(on_gpu, torch.cuda.get_rng_state(device)) for on_gpu in on_gpus),
-            "scaler": state["scaler"].keys() == self.scaler.state_dict().keys()
+            "scaler": state["scaler"].keys() == self.learner.scaler.state_dict().keys()
             and 0 < state["scaler"].get("scale", 1) < math.inf,
             "optimizer": type(step) is int and self._may_hold(state["optimizer"]["state"], step),
             "threads": type(state["threads"]) is int,
@@ -144,7 +151,7 @@ class TrainingState:
 
     def _may_hold(self, moments: Mapping[int, Mapping[str, Any]], steps: int) -> bool:
         """Return whether each tensor is one that `steps` steps of the optimizer leave, and shares no memory."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in self.learner.optimizer.param_groups for parameter in group["params"]]
         names = optim.state_names(self.config.optim)
         step_counter = torch.zeros(())
         addresses = []
@@ -165,7 +172,7 @@ class TrainingState:
 
     @property
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(self.learner.model.parameters()).device
 
     def _load_random_state(self, state: dict[str, Any]) -> None:
         """Load the state of this rank's random numbers; a rank that was not there before gets its own seed."""
@@ -177,25 +184,6 @@ class TrainingState:
         torch.set_rng_state(on_cpu)
         if on_gpu and self._device.type == "cuda":
             torch.cuda.set_rng_state(on_gpu[0], self._device)  # nothing is drawn on other devices
-
-
-def _is_like(value: Any, expected: Tensor) -> bool:
-    """Return whether a value of a file is a dense tensor of the same shape and type, of finite numbers."""
-    if not checkpoint.is_plain(value) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
-        return False
-    order = sorted(range(value.dim()), key=value.stride, reverse=True)
-    is_dense = value.permute(order).is_contiguous()  # else an index may share its number with another
-    return is_dense and checkpoint.is_finite(value)
-
-
-@dataclass
-class CheckpointManager:
-    """Keeps the last checkpoint of the run in `folder`, the one before it, and the best."""
-
-    folder: Path
-    state: TrainingState
-    best: float | None = None  # highest mean Dice so far
-    saved: tuple[int, int] | None = None  # step of last.pt, and of the last validation before it
 
     def save_best_and_last(self, step: int, dice: float | None) -> None:
         """Save after a validation: the best checkpoint first, since the last one records its Dice. Raises NotSaved."""
@@ -212,7 +200,7 @@ class CheckpointManager:
         self.saved = (step, last_validation)
 
     def _save(self, name: str, step: int, last_validation: int, best: float | None) -> None:
-        state = self.state.state_dict(step, last_validation, best)
+        state = self.state_dict(step, last_validation, best)
         folder = self.folder / "checkpoints"
         # previous.pt is for a damaged last.pt; one of the same step would not be older.
         is_older = name == LAST and self.saved is not None and self.saved[0] < step
@@ -235,7 +223,7 @@ class CheckpointManager:
         state, problems = ranks.on_rank0(lambda: checkpoint.load_any(folder, CHECKPOINTS))
         path = folder / CHECKPOINTS[len(problems)]
         try:
-            changes = self.state.load_state_dict(path, state)
+            changes = self.load_state_dict(path, state)
             step, last_validation, self.best = (state[name] for name in ("step", "last_validation", "best"))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             if isinstance(error, UserError | CheckpointError) or is_out_of_memory(error):
@@ -261,6 +249,15 @@ class CheckpointManager:
         except NotSaved as full:
             return str(full)
         return f"the batch is in {path}"
+
+
+def _is_like(value: Any, expected: Tensor) -> bool:
+    """Return whether a value of a file is a dense tensor of the same shape and type, of finite numbers."""
+    if not checkpoint.is_plain(value) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
+        return False
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    is_dense = value.permute(order).is_contiguous()  # else an index may share its number with another
+    return is_dense and checkpoint.is_finite(value)
 
 
 def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerprint:

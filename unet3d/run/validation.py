@@ -45,7 +45,7 @@ def evaluate(
     read: Read,
     hd95: bool,
     title: str,
-    keep: Keep | None = None,
+    keep: Keep,
     loss: Loss | None = None,
 ) -> Generator[CaseScore]:
     """Yield the score of each case on the network's grid; `title` names the progress bar.
@@ -63,8 +63,7 @@ def evaluate(
             volume_loss = VolumeLoss(loss, segmenter.outputs, regions)
             probabilities = volume_loss.adding(probabilities, label)
         strips = ArgmaxCollector(probabilities, regions)
-        if keep is not None:
-            keep(case, strips)
+        keep(case, strips)
         prediction = largest_components(strips.whole(), segmenter.largest)
         score = score_case(case.id, prediction, label, segmenter.label_count, prepared.spacing, IGNORE, hd95, regions)
         if volume_loss is not None:

@@ -195,7 +195,9 @@ class InChunks(torch.autograd.Function):
         dice: bool,
         ce: bool,
     ) -> Tensor:
-        options = _as_precise(options, logits)
+        if options.regions is not None and options.weights is None:
+            ones = torch.ones_like(options.regions[:, 0], dtype=_exact(logits.dtype))
+            options = replace(options, weights=ones)
         sums = _sum_chunks(logits, label, options, dice, ce)
         _sum_over_ranks(sums, options.batch_dice)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
@@ -224,19 +226,6 @@ class InChunks(torch.autograd.Function):
             by_size[:, :background] = 0
         _write_gradient(out, logits, label, ctx.options, by_overlap, by_size, weight, gradient)
         return out, None, None, None, None
-
-
-def _as_precise(options: LossOptions, logits: Tensor) -> LossOptions:
-    """Return the options with tensors as exact as sums of these logits; regions have weights, 1 by default."""
-    weights = options.weights
-    table = options.regions
-    if table is not None:
-        table = table.to(logits.device, _exact(logits.dtype))
-    if weights is not None:
-        weights = weights.to(logits.device, _exact(logits.dtype))
-    elif table is not None:
-        weights = torch.ones_like(table[:, 0])
-    return replace(options, weights=weights, regions=table)
 
 
 def _sum_chunks(logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Sums:
