@@ -16,7 +16,7 @@ from unet3d.model.unet import UNet3D
 def test_predicted_size_is_the_networks(options: Callable[..., Model], override: str, kernels: str) -> None:
     model = options("model=unet_tiny", override, f"model.kernels={kernels}", "model.upsampling=nearest")
     model.padding = "valid"
-    lengths = [[n for n in range(30, 110) if geometry.valid_length(n, model, axis)] for axis in range(3)]
+    lengths = [[n for n in range(30, 110) if geometry.lengths(n, model, axis)] for axis in range(3)]
     sizes = [*zip(*lengths, strict=False)][:8]
     assert len(sizes) >= 5
     with torch.device("meta"):

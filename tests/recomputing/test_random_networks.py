@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from unet3d.base.errors import UserError, reason
 from unet3d.config.rules import check_model, check_outputs, check_patch
 from unet3d.config.schema import Config, Model
-from unet3d.model.geometry import valid_length
+from unet3d.model import geometry
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import module, prepare, search
 from unet3d.recomputing.module import Recomputed, schedules_of
@@ -89,8 +89,8 @@ def drawn_config(draw: random.Random) -> Config:
 
 
 def _next_valid(config: Config, axis: int) -> int:
-    lengths = range(config.data.patch[axis], 100)
-    return next(length for length in lengths if valid_length(length, config.model, axis))
+    longer = range(config.data.patch[axis], 100)
+    return next(length for length in longer if geometry.lengths(length, config.model, axis))
 
 
 @pytest.mark.slow

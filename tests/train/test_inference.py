@@ -153,7 +153,7 @@ def at_once(model: UNet3D, window: tuple[int, ...], image: Tensor) -> Tensor:
     output = geometry.output_size(window, model.options)
     for axis, n in enumerate(image.shape[1:]):
         border = (window[axis] - output[axis]) // 2
-        length = next(m for m in count(n + 2 * border) if geometry.valid_length(m, model.options, axis) is not None)
+        length = next(m for m in count(n + 2 * border) if geometry.lengths(m, model.options, axis))
         context.append((border, length - n - border))
     padded = np.pad(image.numpy(), context, mode="reflect")
     with torch.no_grad():

@@ -19,18 +19,9 @@ def conv_unit(inputs: int, channels: int, options: Model, kernel: Triple, stride
 
     The `last` unit of a residual block has no activation and no dropout: they follow the sum.
     """
-    padding = [0, 0, 0]
-    if options.padding == "same":
-        padding = [size // 2 for size in kernel]
+    x, y, z = (size // 2 if options.padding == "same" else 0 for size in kernel)
     layers: dict[str, nn.Module] = {}
-    layers["conv"] = nn.Conv3d(
-        inputs,
-        channels,
-        kernel,
-        stride,
-        (padding[0], padding[1], padding[2]),
-        bias=options.conv_bias,
-    )
+    layers["conv"] = nn.Conv3d(inputs, channels, kernel, stride, (x, y, z), bias=options.conv_bias)
     normalisation = norm(channels, options)
     if normalisation is not None:
         layers["norm"] = normalisation

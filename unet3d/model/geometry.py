@@ -33,16 +33,9 @@ def _triple(name: str, entry: Any) -> Triple:
         values = [entry, entry, entry]
     elif isinstance(entry, Sequence):
         values = list(entry)
-    if len(values) != 3 or not all(map(_is_size, values)):
+    if len(values) != 3 or any(type(value) is not int or value < 1 for value in values):
         raise UserError(f"{name}: {entry} is neither an integer >= 1 nor three of them")
     return values[0], values[1], values[2]
-
-
-def _is_size(value: Any) -> bool:
-    """Return whether a value is an integer >= 1; a bool is not."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return False
-    return value >= 1
 
 
 def kernels(model: Model) -> list[Triple]:
@@ -61,16 +54,11 @@ def strides(model: Model) -> list[Triple]:
     return triples("model.strides", model.strides, steps)
 
 
-def _divided(length: int, stride: int) -> int:
-    """Return the length of a padded map after a stride: the quotient, rounded up."""
-    return -(-length // stride)
-
-
 def level_sizes(size: Sequence[int], model: Model) -> list[Triple]:
     """Return the size of each level's map for padded convolutions (voxels), shallowest first."""
     sizes = [_triple("size", size)]
     for stride in strides(model):
-        size = list(map(_divided, sizes[-1], stride))
+        size = [-(-length // factor) for length, factor in zip(sizes[-1], stride, strict=True)]
         sizes.append(_triple("size", size))
     return sizes
 
@@ -82,42 +70,50 @@ def output_size(size: Sequence[int], model: Model) -> Triple:
     nearest = [_nearest(length, model, axis) for axis, length in enumerate(size)]
     if nearest != list(size):
         raise UserError(f"data.patch={size} does not fit model.padding=valid; nearest that fits: data.patch={nearest}")
-    lengths = [valid_length(length, model, axis) for axis, length in enumerate(size)]
-    return _triple("size", lengths)
+    return _triple("size", [lengths(length, model, axis)[-1] for axis, length in enumerate(size)])
 
 
-def valid_length(length: int, model: Model, axis: int) -> int | None:
-    """Return the length along one axis after all valid convolutions; None if it ends empty or a stride does not fit."""
+def lengths(length: int, model: Model, axis: int) -> list[int]:
+    """Return the length along one axis after each convolution of a unit, encoder first.
+
+    [] where valid convolutions leave nothing, or a stride does not fit.
+    """
     kernel = [sizes[axis] for sizes in kernels(model)]
-    stride = [sizes[axis] for sizes in strides(model)]
-    is_strided = model.downsampling == "strided_conv"
-    convolutions = 1 if is_strided else 2  # of a unit, but for one that has the stride
-    length -= 2 * (kernel[0] - 1)
+    stride = [1, *(sizes[axis] for sizes in strides(model))]
+    lost = [0 if model.padding == "same" else size - 1 for size in kernel]
+    found = []
     skips = []
-    for size, factor in zip(kernel[1:], stride, strict=True):
+    for level, factor in enumerate(stride):
+        if model.padding == "same":
+            first = -(-length // factor)
+        else:
+            reach = kernel[level] if model.downsampling == "strided_conv" else factor
+            if length < reach or (length - reach) % factor:
+                return []
+            first = (length - reach) // factor + 1
+            if model.downsampling != "strided_conv":
+                first -= lost[level]
+        length = first - lost[level]
+        found += [first, length]
         skips.append(length)
-        reach = size if is_strided else factor
-        if length < reach or (length - reach) % factor:
-            return None
-        length = (length - reach) // factor + 1
-        length -= (size - 1) * convolutions
-    for level in reversed(range(len(stride))):
-        length = min(length * stride[level], skips[level])
-        length -= 2 * (kernel[level] - 1)
-    return length if length >= 1 else None
+    for level in reversed(range(len(stride) - 1)):
+        first = min(length * stride[level + 1], skips[level]) - lost[level]
+        length = first - lost[level]
+        found += [first, length]
+    return found if length >= 1 else []
 
 
 def _nearest(length: int, model: Model, axis: int) -> int:
     """Return the nearest length that fits valid convolutions; of two, the shorter."""
     for distance in range(SEARCHED):
         for candidate in (length - distance, length + distance):
-            if candidate > 0 and valid_length(candidate, model, axis):
+            if candidate > 0 and lengths(candidate, model, axis):
                 return candidate
     raise AssertionError("no length fits")
 
 
 def normalised_maps(size: Sequence[int], model: Model) -> list[tuple[int, Triple]]:
-    """Return channels and size (voxels) of every map that a normalisation sees, for a patch that fits.
+    """Return channels and size (voxels) of every map that a normalisation sees; [] for a patch that does not fit.
 
     All maps of a level are alike with residual blocks: there is one entry for them.
     """
@@ -133,36 +129,9 @@ def normalised_maps(size: Sequence[int], model: Model) -> list[tuple[int, Triple
         widths += [first, width]
     for width in reversed(decoder):
         widths += [width, width]
-    axes = [_lengths(length, model, axis) for axis, length in enumerate(size)]
-    sizes = []
-    for lengths in zip(*axes, strict=True):
-        sizes.append(_triple("size", lengths))
-    return list(zip(widths, sizes, strict=True))
-
-
-def _lengths(length: int, model: Model, axis: int) -> list[int]:
-    """Return the length along one axis after each convolution of a unit, encoder first."""
-    kernel = [sizes[axis] for sizes in kernels(model)]
-    stride = [1, *(sizes[axis] for sizes in strides(model))]
-    lost = [0 if model.padding == "same" else size - 1 for size in kernel]
-    lengths = []
-    skips = []
-    for level, factor in enumerate(stride):
-        if model.padding == "same":
-            first = _divided(length, factor)
-        elif model.downsampling == "strided_conv":
-            first = (length - kernel[level]) // factor + 1
-        else:
-            first = length // factor - lost[level]
-        length = first - lost[level]
-        lengths += [first, length]
-        skips.append(length)
-    for level in reversed(range(len(stride) - 1)):
-        joined = min(length * stride[level + 1], skips[level])
-        first = joined - lost[level]
-        length = first - lost[level]
-        lengths += [first, length]
-    return lengths
+    axes = [lengths(length, model, axis) for axis, length in enumerate(size)]
+    sizes = [_triple("size", size) for size in zip(*axes, strict=False)]
+    return list(zip(widths, sizes, strict=False))
 
 
 def larger_patch(size: Sequence[int], model: Model) -> list[int]:
@@ -179,6 +148,6 @@ def _next_length(length: int, model: Model, axis: int) -> int:
         step = prod(stride[axis] for stride in strides(model))
         return (length // step + 1) * step
     length += 1
-    while not valid_length(length, model, axis):
+    while not lengths(length, model, axis):
         length += 1
     return length

@@ -33,45 +33,24 @@ class UNet3D(nn.Sequential):
             self.add_module(f"up{number}", _up(level, options, kernels[level], strides[level]))
         width = _decoder_widths(options)[0]
         self.add_module("outc", OutConv(width, options.classes))
-        _initialise(self)
-        if options.blocks is not None:
-            _begin_with_shortcuts(self)
+        _initialise(self, has_shortcuts=options.blocks is not None)
 
 
 def _encoder_block(in_channels: int, level: int, options: Model, kernel: Triple, stride: Triple) -> nn.Module:
-    """Return the two convolution units of an encoder level, or its residual blocks."""
-    if options.blocks is not None:
-        return _residual_blocks(in_channels, level, options.blocks[level], options, kernel, stride)
+    """Return the two convolution units of an encoder level, or the blocks of nnU-Net's ResEnc (arXiv:2404.09556).
+
+    The stem is before the first of these.
+    """
     width = options.features[level]
-    middle = width
-    if options.widen == "second":
+    if options.blocks is None:
         # Section 2: "doubling the number of channels already before max pooling" avoids bottlenecks.
-        middle = max(1, width // 2)
-    return DoubleConv(
-        in_channels,
-        middle,
-        width,
-        options,
-        kernel,
-        stride,
-    )
-
-
-def _residual_blocks(
-    in_channels: int,
-    level: int,
-    count: int,
-    options: Model,
-    kernel: Triple,
-    stride: Triple,
-) -> nn.Module:
-    """Return an encoder level of nnU-Net's ResEnc (arXiv:2404.09556); the stem is before the first."""
-    width = options.features[level]
+        middle = max(1, width // 2) if options.widen == "second" else width
+        return DoubleConv(in_channels, middle, width, options, kernel, stride)
     layers: dict[str, nn.Module] = {}
     if level == 0:
         layers["stem"] = conv_unit(in_channels, width, options, kernel, ONES, last=False)
         in_channels = width
-    for number in range(1, count + 1):
+    for number in range(1, options.blocks[level] + 1):
         layers[f"block{number}"] = DoubleConv(in_channels, width, width, options, kernel, stride)
         in_channels = width
         stride = ONES
@@ -99,16 +78,12 @@ def _up(level: int, options: Model, kernel: Triple, stride: Triple) -> Up:
     head = None
     if options.deep_supervision and level > 0:
         head = nn.Conv3d(width, options.classes, 1)
-    block = _decoder_block(skip + raised, width, options, kernel)
-    return Up(upsampler(below, raised, options, stride), block, head)
-
-
-def _decoder_block(in_channels: int, width: int, options: Model, kernel: Triple) -> nn.Module:
-    """Return the two convolution units of a decoder level; one beside an encoder of residual blocks."""
+    block: nn.Module
     if options.blocks is None:
-        return DoubleConv(in_channels, width, width, options, kernel, ONES)
-    unit = conv_unit(in_channels, width, options, kernel, ONES, last=False)
-    return nn.Sequential(OrderedDict(conv1=unit))
+        block = DoubleConv(skip + raised, width, width, options, kernel, ONES)
+    else:  # The decoder has one unit where the encoder has residual blocks.
+        block = nn.Sequential(OrderedDict(conv1=conv_unit(skip + raised, width, options, kernel, ONES, last=False)))
+    return Up(upsampler(below, raised, options, stride), block, head)
 
 
 def _decoder_widths(options: Model) -> list[int]:
@@ -117,21 +92,17 @@ def _decoder_widths(options: Model) -> list[int]:
     return [*widths, options.features[-1]]
 
 
-def _initialise(network: nn.Module) -> None:
-    """Draw the weights of all convolutions after He et al. 2015 (arXiv:1502.01852); biases are 0."""
-    for module in network.modules():
-        if not isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
-            continue
-        nn.init.kaiming_normal_(module.weight, a=KAIMING_SLOPE)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+def _initialise(network: nn.Module, has_shortcuts: bool) -> None:
+    """Draw the weights of all convolutions after He et al. 2015 (arXiv:1502.01852); biases are 0.
 
-
-def _begin_with_shortcuts(network: nn.Module) -> None:
-    """Let residual blocks begin as their shortcuts: the last norm's scale is 0 (arXiv:1706.02677), as in nnU-Net."""
+    Residual blocks with shortcuts begin as these: their last norm's scale is 0 (arXiv:1706.02677), as in nnU-Net.
+    """
     for module in network.modules():
-        if not isinstance(module, DoubleConv):
-            continue
-        for name, parameter in module.conv2.named_parameters():
-            if name.startswith("norm."):
-                nn.init.zeros_(parameter)
+        if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+            nn.init.kaiming_normal_(module.weight, a=KAIMING_SLOPE)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, DoubleConv) and has_shortcuts:
+            for name, parameter in module.conv2.named_parameters():
+                if name.startswith("norm."):
+                    nn.init.zeros_(parameter)
