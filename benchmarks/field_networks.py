@@ -14,7 +14,7 @@ from torch import nn
 Shape = tuple[int, ...]
 WIDTHS = [32, 64, 128, 256, 320, 320]  # of nnU-Net's plans for six stages
 TUTORIAL_WIDTHS = (16, 32, 64, 128, 256)
-PLANNER = "nnU-Net's planner, for images of 1 mm and at least 256 voxels along each axis: the estimate"
+PLANNER = "nnU-Net's planner (images of 1 mm, at least 256 voxels an axis), estimate below"
 OUR_CHOICE = "of our choice: as MONAI's UNet"
 
 
@@ -156,35 +156,35 @@ ENTRIES = (
         plain_conv_unet,
         (2, 1, 128, 128, 128),
         3,
-        f"{PLANNER} stays below 560 million (`default_experiment_planner.py`)",
+        f"{PLANNER} 560 million (`default_experiment_planner.py`)",
     ),
     Entry(
         "nnU-Net ResEnc M",
         resenc,
         (2, 1, 128, 128, 128),
         3,
-        f"{PLANNER} stays below 680 million (`residual_encoder_unet_planners.py`)",
+        f"{PLANNER} 680 million (`residual_encoder_unet_planners.py`)",
     ),
     Entry(
         "nnU-Net ResEnc L",
         resenc,
         (2, 1, 192, 192, 192),
         3,
-        "the same planner, with an estimate below 2,100 million",
+        "the same, 2,100 million",
     ),
     Entry(
         "MONAI DynUNet",
         dynunet,
         (2, 1, 192, 160, 64),
         2,
-        "MONAI's tutorial `dynunet_pipeline`, Task09_Spleen",
+        "tutorial `dynunet_pipeline`, Task09_Spleen",
     ),
     Entry(
         "MONAI SegResNet",
         segresnet,
         (1, 4, 224, 224, 144),
         3,
-        "MONAI's tutorial `brats_segmentation_3d`",
+        "tutorial `brats_segmentation_3d`",
     ),
     Entry("MONAI BasicUNet", basic_unet, (8, 1, 96, 96, 96), 2, f"default widths; patch and batch {OUR_CHOICE}"),
     Entry(
@@ -192,23 +192,23 @@ ENTRIES = (
         unet,
         (8, 1, 96, 96, 96),
         2,
-        "MONAI's tutorial `spleen_segmentation_3d`: two images, four patches of each",
+        "tutorial `spleen_segmentation_3d`: two images, four patches each",
     ),
     Entry("MONAI AttentionUnet", attention_unet, (8, 1, 96, 96, 96), 2, OUR_CHOICE),
-    Entry("MONAI VNet", vnet, (2, 1, 128, 128, 64), 2, "the paper, arXiv 1606.04797"),
+    Entry("MONAI VNet", vnet, (2, 1, 128, 128, 64), 2, "arXiv 1606.04797"),
     Entry(
         "MONAI UNETR",
         unetr,
         (4, 1, 96, 96, 96),
         14,
-        "MONAI's tutorial `unetr_btcv_segmentation_3d`: one image, four patches of it",
+        "tutorial `unetr_btcv_segmentation_3d`: four patches of an image",
     ),
     Entry(
         "MONAI SwinUNETR",
         swin_unetr,
         (4, 1, 96, 96, 96),
         14,
-        "MONAI's tutorial `swin_unetr_btcv_segmentation_3d`, which sets `use_checkpoint=True`: off here",
+        "tutorial `swin_unetr_btcv_segmentation_3d`, without its `use_checkpoint=True`",
     ),
     Entry(
         "pytorch-3dunet UNet3D",
@@ -222,7 +222,7 @@ ENTRIES = (
         mednext_l,
         (2, 1, 128, 128, 128),
         3,
-        "patch: MedNeXt issue 5; batch of our choice; its authors' code checkpoints each block: not here",
+        "patch: MedNeXt issue 5; batch of our choice; not checkpointed, unlike its authors' code",
     ),
     Entry(
         "MedNeXt-S (MONAI)",

@@ -33,7 +33,7 @@ def tables(entries: Sequence[Entry], results: Results) -> str:
     parts = [f"torch {torch.__version__.partition('+')[0]}, AdamW; all sizes are predicted, in GiB (2^30 bytes)."]
     for setting in ("cuda bf16", "cuda float32"):
         if any(setting in settings for settings in results.values()):
-            parts.append(f"On CUDA, {setting.split()[1]}: tensors / allocated / reserved.")
+            parts.append(f"On CUDA, {setting.split()[1]}: tensors/allocated/reserved.")
             parts.append("\n".join(cuda_table(entries, results, setting)))
     if any("cpu float32" in settings for settings in results.values()):
         parts.append("On the CPU, with one thread, tensors:")
@@ -71,30 +71,33 @@ def parameters_of(entry: Entry, results: Results) -> str:
 
 
 def cuda_table(entries: Sequence[Entry], results: Results, setting: str) -> Iterator[str]:
-    """Yield the lines of parameters and the three sizes on CUDA."""
-    yield f"| network | parameters | input N C D H W | {' | '.join(PLANS)} |"
-    yield f"|---|---:|---|{'---:|' * len(PLANS)}"
+    """Yield the lines of the three sizes on CUDA."""
+    yield f"| network | {' | '.join(PLANS)} |"
+    yield f"|---|{'---:|' * len(PLANS)}"
     for entry in entries:
-        cells = [parameters_of(entry, results), "x".join(map(str, entry.shape))]
+        cells = []
         for plan in PLANS:
             figures = plan_of(entry, results, setting, plan)
             if figures is None:
                 cells.append(DASH)
             else:
-                cells.append(" / ".join(gib(figures[name]) for name in ("tensors", "allocated", "reserved")))
+                cells.append("/".join(gib(figures[name]) for name in ("tensors", "allocated", "reserved")))
         yield f"| {entry.title} | {' | '.join(cells)} |"
 
 
 def sources(entries: Sequence[Entry], results: Results) -> Iterator[str]:
     """Yield the lines of where each network's sizes come from, and of its command."""
-    yield "| network | `--module` | classes | patch, batch and widths are from | CPU seconds |"
-    yield "|---|---|---:|---|---:|"
+    heads = ("parameters", "input N C D H W", "classes", "`--module`", "patch, batch and widths from", "CPU seconds")
+    yield f"| network | {' | '.join(heads)} |"
+    yield "|---|---:|---|---:|---|---|---:|"
     for entry in entries:
         settings = results.get(entry.title)
         seconds = DASH
         if settings:
             seconds = f"{sum(numbers['seconds'] for numbers in settings.values()):.0f}"
-        yield f"| {entry.title} | `{entry.module}` | {entry.classes} | {entry.source} | {seconds} |"
+        shape = "x".join(map(str, entry.shape))
+        cells = [parameters_of(entry, results), shape, str(entry.classes), f"`{entry.module}`", entry.source, seconds]
+        yield f"| {entry.title} | {' | '.join(cells)} |"
 
 
 def write(page: Path, text: str) -> None:
