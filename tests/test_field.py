@@ -45,6 +45,6 @@ def test_each_plan_is_that_of_a_network_of_its_own(device: str, precision: str, 
 @pytest.mark.parametrize("script", ["field_page"], indirect=True)
 def test_what_is_not_predicted_is_a_dash_and_no_number(script: Any) -> None:
     entries = importlib.import_module("field_networks").ENTRIES[:2]
-    results = {entries[0].title: {"cpu bf16": {"seconds": 12.4}}}
+    results = {entries[0].title: {"cpu bf16": {"parameters": 5, "seconds": 12.4}}}
     rows = list(script.sources(entries, results))[-2:]
     assert [row.strip("| ").split(" | ")[-1] for row in rows] == ["12", script.DASH]
