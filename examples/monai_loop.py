@@ -125,6 +125,9 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     if rank == 0:
         print(f"mean Dice of {len(validation)} cases: {dice:.4f}")
     if ranks > 1:
+        # Before the group: as its last owner, on the CPU, the model would wait for gloo's thread while that waits for
+        # the interpreter's lock.
+        del model
         dist.destroy_process_group()
     return losses
 

@@ -100,7 +100,9 @@ def test_two_ranks(data: Path, tmp_path: Path) -> None:
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
     words = ["--data", str(data), *WORDS["monai_loop"]]
-    torch.multiprocessing.spawn(train_as_rank, (ports, words, tmp_path), nprocs=2)
+    # Daemons end with this process: where a rank hangs, the test fails and pytest does not wait for it for ever.
+    start = torch.multiprocessing.start_processes
+    start(train_as_rank, (ports, words, tmp_path), nprocs=2, start_method="forkserver", daemon=True)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for plain, lean in results:
         assert lean == pytest.approx(plain, rel=ROUNDING)
