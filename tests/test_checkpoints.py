@@ -134,7 +134,7 @@ def test_a_state_that_is_put_back_is_the_same(state: CheckpointManager, tmp_path
 
 @promise(
     "Resume",
-    "a finished run goes on for more steps, or with another rate",
+    "a finished run goes on for more steps, or at another rate",
     "a line with the rate of its last step and of the next",
 )
 @pytest.mark.parametrize(
@@ -166,11 +166,7 @@ def test_a_changed_rate_is_said_as_the_state_is_put_back(state: CheckpointManage
     assert changed.startswith("optim.lr: 0.0004 -> ") and "1.6e-05 in step 1, rises to 0.000151 in step 2" in rate
 
 
-@promise(
-    "Resume",
-    "another number of threads on the CPU (`env.json` and each checkpoint have it)",
-    "a line with both numbers; the run goes on, identical up to rounding",
-)
+@promise("Resume", "another number of threads on the CPU", "a line with both numbers; identical up to rounding")
 def test_another_number_of_threads_is_told(
     state: CheckpointManager, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,9 +86,8 @@ INTERRUPTED: dict[str, tuple[str, ...]] = {
 @promise("What scripts rely on", "exit code 130 ...")
 @promise(
     "Resume",
-    "Ctrl-C in any other command, as `predict`, `memory` or `report`, also while libraries load; in `train` before "
-    "the run",
-    "one line, no trace; exit 130, of `train` 75",
+    "Ctrl-C in any other command, also while libraries load; in `train` before the run",
+    "one line; exit 130, of `train` 75",
 )
 @pytest.mark.parametrize(
     ("interrupted", "act"),
@@ -169,8 +168,8 @@ def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
 @promise("What scripts rely on", "exit code 2", "what a user can correct, in one line")
 @promise(
     "Config",
-    "a wrong key, group, value or type, a value out of range",
-    "exit 2 before torch loads: one line with the key and the nearest name; no folder is made",
+    "a wrong key, group, value, type or range",
+    "exit 2 before torch loads: one line with the key and the nearest name; no folder",
 )
 @pytest.mark.parametrize("wrong", ["chkpt=2", "data=decathlon", "amp", "--lr=0.1"])
 @without("unet3d.config.words.describe", unchanged, only="chkpt=2")
@@ -363,8 +362,8 @@ def test_the_wandb_run_has_a_name_a_short_summary_the_cases_and_a_picture_a_vali
 @promise("What scripts rely on", "exit code 5", "out of memory")
 @promise(
     "Training",
-    "memory runs out in a step, in a validation, or elsewhere, whichever library says so",
-    "exit 5; in a step with what would need less; STATUS is written and the last checkpoint kept",
+    "memory runs out in a step, a validation or elsewhere",
+    "exit 5, in a step with what would need less; STATUS is written, the last checkpoint kept",
 )
 @pytest.mark.slow
 def test_memory_that_runs_out_is_one_message_with_remedies_and_the_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -395,7 +394,7 @@ def limit_memory() -> None:
 @promise(
     "Resume",
     "`resume=` with another width, patch, seed or data",
-    "exit 2, with each option that differs; another learning rate is taken, with a line",
+    "exit 2 with each option that differs; another learning rate is taken, with a line",
 )
 @without("unet3d.config.compose.refuse_changes", nothing)
 def test_resume_refuses_another_network(
@@ -435,11 +434,11 @@ def test_a_published_checkpoint_predicts_the_same_and_names_no_path(
 @promise(
     "Prediction",
     "images turned, anisotropic, in any orientation or resampled",
-    "label maps in each file's own shape, affine and header, as uint8, of classes alone",
+    "label maps in each file's shape, affine and header, as uint8, of classes alone",
 )
 @promise(
     "Prediction",
-    "a file among others that is broken, no case, or too large for the memory; a link to itself, a pipe",
+    "a file among others that is broken, no case, or too large; a link to itself, a pipe",
     "the others are done; exit 2",
 )
 def test_predict_writes_label_maps_on_the_inputs_grid(
@@ -466,8 +465,8 @@ def test_predict_writes_label_maps_on_the_inputs_grid(
 @promise(
     "Prediction",
     "a label map that is there already",
-    "skipped if `predictions.jsonl` says that this network wrote it, with these options, from this image; else one "
-    "line, which names `--overwrite`",
+    "skipped if `predictions.jsonl` says that this network wrote it, with these options, from this "
+    "image; else one line with `--overwrite`",
 )
 def test_predict_replaces_a_file_only_when_asked(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

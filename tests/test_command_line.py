@@ -115,9 +115,8 @@ def test_the_command_that_resumes_names_the_code_that_no_run_folder_may(killed: 
 
 @promise(
     "Resume",
-    "the command to go on, pasted where there is no train.py, of a run with code of its own, or with another "
-    "`python` first",
-    "it names the program and interpreter that are there, and each import path again",
+    "the command to go on, pasted elsewhere, of a run with code of its own or another `python`",
+    "names the program and interpreter that are there, and each import path",
 )
 def test_the_command_that_trains_is_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By train.py only where it was run, or is in the current folder."""
@@ -257,11 +256,7 @@ def test_a_fold_of_two_experiments_goes_on_with_the_words_that_began_it(killed: 
     assert [job.config.data.fold for job in jobs] == [0, 1, 2, 3, 4]
 
 
-@promise(
-    "Config",
-    "a value with `${...}` from the command line or from a YAML file of one's own",
-    "refused before the run, whose files could not be read",
-)
+@promise("Config", "a value with `${...}` from the command line or a YAML file of one's own", "refused before the run")
 def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.root=\$\{oc\.env:HOME\}.*\bdata\.root=\$"):
         planned(["data.root=${oc.env:HOME}"])
@@ -276,7 +271,7 @@ def test_what_resuming_would_resolve_once_more_is_refused(tmp_path: Path) -> Non
 
 @promise(
     "Config",
-    "a folder for `--config-dir`, or of a run to go on with, whose name has quotes, backslashes, brackets or `${...}`",
+    "a folder for `--config-dir`, or to resume, with quotes, backslashes, brackets or `${...}` in its name",
     "it is that folder",
 )
 @pytest.mark.parametrize("name", ["q'uote=back\\", "br]acket[\\'q", "${oc.env:HOME}\\${x}"])

@@ -105,7 +105,7 @@ def place(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 @promise(
     "What scripts rely on",
-    "commands of README.md and docs/: `python train.py`, `python -m unet3d`",
+    "commands of README.md and docs/",
     "each runs, or is composed and parsed where it would take long",
 )
 @pytest.mark.parametrize(

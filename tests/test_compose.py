@@ -202,8 +202,8 @@ def read(overrides: Sequence[str]) -> Config:
 
 @promise(
     "Resume",
-    "one voxel left in a map that is normalised, with any norm, padding or `recompute`",
-    "refused in one line, with a patch and groups that work",
+    "one voxel left in a normalised map, with any norm, padding or `recompute`",
+    "one line, with a patch and groups that work",
 )
 @pytest.mark.parametrize(("overrides", "advice"), ONE_VOXEL)
 def test_one_voxel_is_refused_with_advice_that_helps(overrides: tuple[str, ...], advice: list[str]) -> None:
@@ -243,13 +243,13 @@ def test_what_a_group_says_is_true_of_its_options_unless_they_say_otherwise() ->
 @promise("Config", "a wrong key, group ...")
 @promise(
     "Config",
-    "a value with a comma where one is wanted, a decimal comma, a group of options with one value",
-    "one line that names the point, the brackets, the quotes or `-m`, and the option that is meant",
+    "a value with a comma where one is wanted, a decimal comma, a group with one value",
+    "one line that names point, brackets, quotes or `-m`, and the option that is meant",
 )
 @promise(
     "Config",
-    "a value that Hydra's grammar does not take, as a path with `=`; a number of thirty digits, a budget of thousands",
-    "one line that names the option, and how to quote it, or the largest number",
+    "a value that Hydra's grammar refuses, as a path with `=`; a number of thirty digits, a budget of thousands",
+    "one line with the option, and how to quote it or the largest number",
 )
 @pytest.mark.parametrize(("override", "words"), WRONG.items(), ids=named)
 @without("unet3d.config.compose.check", nothing, only="batch=0")
@@ -299,7 +299,7 @@ def test_a_target_is_no_option(is_debugged: bool, monkeypatch: pytest.MonkeyPatc
             compose.from_plain(values)
 
 
-@promise("Config", "options at odds; an option that does nothing beside the others", "one line; one warning")
+@promise("Config", "options at odds; an option that does nothing", "one line; one warning")
 @pytest.mark.parametrize(("overrides", "words"), CONFLICTS.items(), ids=named)
 @without("unet3d.config.compose.check", nothing, only="model.groups=3")
 def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[str]) -> None:
@@ -311,8 +311,8 @@ def test_options_at_odds_are_one_line(overrides: tuple[str, ...], words: list[st
 
 @promise(
     "Resume",
-    "an option that makes a resumed run another one, or that contradicts one that the run itself has",
-    "one line: the option that was given, and what the run has; no option that the program noted",
+    "an option that makes a resumed run another one, or contradicts one of the run",
+    "one line with the given option and the run's",
 )
 def test_a_resumed_run_names_no_option_that_was_never_given(tmp_path: Path) -> None:
     """`init_names` is what the run has noted of its start; `recompute` is the run's own, and is called so."""
@@ -333,11 +333,7 @@ def configs(group: str) -> list[str]:
     return sorted(path.stem for path in (compose.config_folder() / group).glob("*.yaml"))
 
 
-@promise(
-    "Config",
-    "a YAML file or a command of the documentation that no longer works",
-    "found by composing each of them",
-)
+@promise("Config", "a YAML file or a documented command that no longer works", "found by composing each")
 @pytest.mark.parametrize("group", ["model", "data", "experiment"])
 def test_every_yaml_composes(group: str, tmp_path: Path) -> None:
     patch = {f"cicek2016{kind}": "data.patch=[132,132,116]" for kind in ("", "_no_bn", "_2d")}
@@ -363,11 +359,7 @@ def compose_half(name: str, overrides: list[str], **named: Any) -> Any:
     return COMPOSE(name, overrides[::2], **named)
 
 
-@promise(
-    "Config",
-    "an experiment with options beside it; a config read back from its file",
-    "the command line wins; the same config",
-)
+@promise("Config", "an experiment with options beside it; a config read back", "the command line wins; the same config")
 @without("unet3d.config.compose.hydra.compose", compose_half)
 def test_the_command_line_overrides_an_experiment(tmp_path: Path) -> None:
     root = f"data.root={tmp_path}"
@@ -386,9 +378,9 @@ WORDS = (  # that Hydra or YAML take for numbers, truth values, times or nothing
 
 @promise(
     "Config",
-    "words that Hydra or YAML take for a number, a truth value or a time, as `1_2`, `1e3`, `on`, `12:30:00`, for an "
-    "option of type text",
-    "on a command line the word as it was written; in a YAML file or a plan one line that says to quote it",
+    "words that Hydra or YAML take for a number, truth value or time, as `1_2`, `1e3`, `on`, `12:30:00`, "
+    "for a text option",
+    "on a command line the word as written; in a YAML file or plan one line that says to quote it",
 )
 def test_a_text_is_the_word_that_was_written(tmp_path: Path) -> None:
     """On a command line, in a list, alone and in a sweep, and in the file of a run that goes on."""

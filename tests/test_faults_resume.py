@@ -72,9 +72,9 @@ def trained(run: Path) -> list[dict]:
 
 @promise(
     "Resume",
-    "SIGKILL at any step, in mid-epoch, then `resume=`",
-    "weights and records are bit-identical to those of a run that nothing interrupted (on the CPU, or with "
-    "`deterministic=true`), with fp16, dropout, checkpointing and other `workers`, and as many threads",
+    "SIGKILL at any step, then `resume=`",
+    "weights and records are bit-identical to an uninterrupted run's (on the CPU, or with "
+    "`deterministic=true`), with fp16, dropout, checkpointing, other `workers`, and as many threads",
 )
 @pytest.mark.slow
 def test_killed_twice_a_run_ends_as_if_it_were_not(copy: Path, killed: Path, whole: Path) -> None:
@@ -111,8 +111,8 @@ def test_the_first_step_of_another_device_or_other_segments_is_not_kept(
 
 @promise(
     "Resume",
-    "random state, loss scale or optimizer state is lost from a checkpoint",
-    "the result differs, so the tests above would notice",
+    "random state, loss scale or optimizer state lost from a checkpoint",
+    "the result differs, so the tests above notice",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["rng", "scaler", "optimizer"])
@@ -180,8 +180,8 @@ def test_other_cases_are_another_run(copy: Path, place: Path, tmp_path: Path) ->
 
 @promise(
     "Resume",
-    "images or labels that changed since the run began, labels that were swapped, other held-out cases",
-    "refused with the cases; where only a sample was compared, a warning",
+    "images or labels that changed since the run began, swapped labels, other held-out cases",
+    "refused with the cases; a warning where only a sample was compared",
 )
 @pytest.mark.slow
 def test_labels_that_were_swapped_are_another_run(copy: Path, place: Path, whole: Path, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_run_stopped_before_its_last_validation_still_reports_what_it_measured
     assert peaks[0] == peaks[1] and len(peaks[0]) == 1
 
 
-@promise("Resume", "`resume=` of a run that is done", '"nothing to do", exit 0; its files stay as they are')
+@promise("Resume", "`resume=` of a run that is done", '"nothing to do", exit 0')
 @pytest.mark.slow
 def test_a_run_that_is_done_is_left_as_it_is(whole: Path) -> None:
     before = contents(whole)
@@ -258,8 +258,8 @@ def die_saving(number: int) -> None:
 
 @promise(
     "Resume",
-    "a kill beside a save, or within the last validation",
-    "no validation is lost or recorded twice, and no step is lost",
+    "a kill beside a save, or in the last validation",
+    "no step is lost, no validation lost or recorded twice",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_records_of_a_repeated_validation_are_dropped(tmp_path: Path) -> None:
         assert path.read_text().splitlines() == kept
 
 
-@promise("Resume", "a kill after the last step", "the resumed run writes what is missing")
+@promise("Resume", "a kill after the last step", "resume writes what is missing")
 @pytest.mark.slow
 def test_a_run_killed_after_its_last_step_is_finished(copy: Path, whole: Path) -> None:
     assert resume(copy, hook=die_finishing).code == -KILL
@@ -360,7 +360,7 @@ def test_a_checkpoint_that_does_not_fit_is_exit_3_and_no_other_is_taken(change: 
 @promise(
     "Resume",
     "a run that was killed, or lost a data worker, before its first checkpoint, then the same command",
-    "it starts over; a run with a result, or perhaps alive, is not touched",
+    "it starts over; a run with a result, or perhaps alive, is untouched",
 )
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_over(place: Path, whole: Path) -> None:

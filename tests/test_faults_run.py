@@ -85,8 +85,8 @@ def whole(place: Path) -> Path:
 @promise("What scripts rely on", "exit code 75", "stopped by a signal, to be resumed")
 @promise(
     "Resume",
-    "SIGTERM, SIGUSR1, SIGINT or SIGHUP, to the process or its group, in a step, a validation or a save",
-    "exit 75; the step is finished and saved, all records are there, and the run goes on exactly",
+    "SIGTERM, SIGUSR1, SIGINT or SIGHUP, to the process or its group, in a step, validation or save",
+    "exit 75; the step is finished and saved; resume is exact",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -335,9 +335,8 @@ def one_picture() -> None:
 
 @promise(
     "Resume",
-    "a signal whose error Python or a library swallows: in a weakref's callback, a `__del__`, a generator that is "
-    "released",
-    "exit 75 (Ctrl-C in other commands: 130) at the next case, picture or phase; a further signal raises again",
+    "a signal whose error Python or a library swallows (a weakref's callback, `__del__`, a released generator)",
+    "exit 75 (other commands: Ctrl-C 130) at the next case, picture or phase; a further signal raises again",
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("way", ["weakref", "del", "generator", "library"])
@@ -486,8 +485,8 @@ def held(other: Connection) -> None:
 
 @promise(
     "Resume",
-    "two processes for one folder; two runs started in the same second",
-    "the second exits 2 and the first is unharmed; two folders",
+    "two processes for one folder; two runs started in one second",
+    "the second exits 2, the first is unharmed; two folders",
 )
 @pytest.mark.slow
 def test_a_folder_in_use_is_refused_and_its_run_unharmed(place: Path, whole: Path) -> None:
@@ -538,7 +537,7 @@ def poisoned(step: int, amp: bool) -> None:
 @promise(
     "Training",
     "a loss or gradient that is NaN or infinite, in float32, bf16 or fp16",
-    "exit 4 before the update; no weight has changed, and the batch is kept",
+    "exit 4 before the update; no weight changed, the batch is kept",
 )
 @pytest.mark.parametrize(
     "precision",
@@ -593,7 +592,7 @@ def no_room_for_wandb() -> None:
 @promise(
     "Training",
     "wandb without network or key, broken, killed, without a folder, or disabled",
-    "the run finishes with one warning and every record; it waits at most 20 seconds",
+    "the run finishes with one warning and every record, after at most 20 seconds of waiting",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -622,7 +621,7 @@ def closed() -> None:
 @promise(
     "Training",
     "output that is closed, not read, narrow, ASCII alone, or ends in `head`",
-    "the run finishes, without control codes in its output",
+    "the run finishes, without control codes",
 )
 @pytest.mark.parametrize("hook", [closed, in_ascii])
 def test_a_run_needs_no_reader(hook: Callable[[], None], tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def temporary(folder: Path) -> list[Path]:
 
 @promise(
     "Prediction",
-    "SIGKILL while a command writes a file, `predict` its probabilities, for example",
-    "its unfinished `.HEX.tmp` is removed by the next command that writes to that folder, and what a living process "
-    "writes is left alone (by a lock on it: where a disk has none, it stays)",
+    "SIGKILL while a command writes a file",
+    "the next command that writes there removes its `.HEX.tmp`, and leaves a living process's alone (by "
+    "a lock: where a disk has none, it stays)",
 )
 @without("unet3d.base.files.hold", nothing)
 @without("unet3d.base.files.remove_unheld", nothing)

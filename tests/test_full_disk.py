@@ -58,8 +58,8 @@ def nothing_beside(_: MemoryEstimate) -> dict:
 @promise("What scripts rely on", "exit code 2 ...")
 @promise(
     "Disk and limits",
-    "it is full, or a file may not grow, as `publish`, `predict`, `score`, `compare`, `memory` or `report` writes",
-    "exit 2 with one line that names the file; nothing is half written, and what was there stays",
+    "it is full, or a file may not grow, as another command writes",
+    "exit 2 with one line that names the file; nothing is half written, old files stay",
 )
 @pytest.mark.parametrize(("name", "room"), [(name, room) for name, rooms in ROOM.items() for room in rooms])
 def test_a_command_on_a_full_disk_is_one_line_and_leaves_nothing_half_written(

@@ -63,9 +63,8 @@ def check_requeued(done: CompletedProcess[str], folder: Path, name: str) -> None
 
 @promise(
     "Training",
-    "the same of a sweep that joblib or submitit runs; a job gets SIGTERM, SIGUSR1 or SIGUSR2 from a scheduler",
-    "each job's STATUS says how it ended, and the parent makes the table and the exit code of them; a requeued job "
-    "goes on in its folder",
+    "the same of a sweep by joblib or submitit; a scheduler's SIGTERM, SIGUSR1 or SIGUSR2 to a job",
+    "STATUS says how each job ended; table and exit code follow it; a requeued job resumes in its folder",
 )
 @pytest.mark.slow
 @installed("joblib")
@@ -197,9 +196,9 @@ def test_a_sweep_that_cannot_be_is_one_line(
 
 @promise(
     "Training",
-    "a launcher that is not installed, or refuses the jobs; a job that is lost with its process or never begins; a "
-    "sweep's folder that holds runs",
-    "one line and no table; a row and exit 1; refused, unless `resume=auto` asks to go on",
+    "a launcher that is missing or refuses the jobs; a job that is lost or never begins; a sweep's "
+    "folder that holds runs",
+    "one line; a row and exit 1; refused without `resume=auto`",
 )
 @pytest.mark.parametrize(
     ("launcher", "package"),

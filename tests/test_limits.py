@@ -86,7 +86,7 @@ def test_open_files_that_run_out_elsewhere_are_named(
 
 @promise(
     "Training",
-    "too little shared memory for data workers, as in a container",
+    "too little shared memory for data workers",
     "exit 2 before they start, exit 1 later; the line names /dev/shm and what to do",
 )
 def test_shared_memory_that_is_too_small_is_refused_before_workers_start(

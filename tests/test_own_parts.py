@@ -271,9 +271,9 @@ def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
 
 @promise(
     "Training",
-    "a network of one's own that returns no logits of the image's size, has nothing to learn, or is lazy; a loss "
-    "that is no number or has no gradient; a part that cannot be called as it is",
-    "exit 2 before the run; the line names the option, the part and what it is to return",
+    "a network of one's own without logits of the image's size, without weights, or lazy; a loss that is "
+    "no number or has no gradient; a part that cannot be called",
+    "exit 2 before the run with option, part and what it is to return",
 )
 @pytest.mark.parametrize(
     ("word", "said"),

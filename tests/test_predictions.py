@@ -182,8 +182,8 @@ def test_label_maps_are_those_that_predict_makes_of_the_last_checkpoint(
 
 @promise(
     "Prediction",
-    "scores of resampled volumes taken for those of the files",
-    "the last label maps are scored on the files' own grids, first; those on the network's grid are named so",
+    "scores of resampled volumes",
+    "on the files' own grids first; those on the network's grid are named so",
 )
 @pytest.mark.slow
 def test_scores_are_of_the_label_maps_as_they_lie_in_files_and_then_on_the_networks_grid(
@@ -421,8 +421,8 @@ def written(folder: Path) -> dict[str, int]:
 
 @promise(
     "Prediction",
-    "a shard that is killed and started again; files in another order; a part that there is not",
-    "what is missing is written, a label map after its probabilities; the same cases; one line",
+    "a shard that is killed and started again; files in another order; a part that does not exist",
+    "what is missing is written, label maps after probabilities; the same cases; one line",
 )
 @pytest.mark.slow
 def test_shards_are_disjoint_and_complete_and_one_that_was_killed_writes_what_is_missing(

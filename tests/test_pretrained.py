@@ -178,8 +178,8 @@ def test_what_is_for_a_start_is_refused_without_one(word: str) -> None:
 
 @promise(
     "Resume",
-    "several ranks begin with a network that one trained with `compile` or `channels_last`",
-    "how it was trained does not matter",
+    "several ranks begin with a network trained with `compile` or `channels_last`",
+    "it makes no difference",
 )
 def test_how_the_other_run_took_its_steps_does_not_matter(
     net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

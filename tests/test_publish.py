@@ -186,8 +186,8 @@ def test_scores_are_named_after_the_checkpoint_and_its_weights(
 
 @promise(
     "Prediction",
-    "labels that are not 0, 1, 2 ...: a network that learned 0, 1, 4 by `data.label_map`",
-    "label maps hold the files' values, of a class of several values its number, and the last line says which",
+    "labels that are not 0, 1, 2 ... (a network that learned 0, 1, 4 by `data.label_map`)",
+    "label maps hold the files' values, of a class of several its number; the last line says which",
 )
 def test_label_maps_hold_the_values_of_the_files_that_the_network_learned_from(
     finished: Path, tmp_path: Path, capsys: Capture
@@ -285,8 +285,7 @@ def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Pat
 
 @promise(
     "Prediction",
-    "`score` with a `data.label_map` whose classes have equal names and are other labels; networks with different "
-    "ones published as one",
+    "`score` with a `data.label_map` of equal class names and other labels; publishing networks with different ones",
     "one warning with both maps; refused",
 )
 def test_classes_of_equal_names_from_other_labels_are_warned_of(
@@ -436,7 +435,7 @@ def test_training_cases_among_those_that_are_scored_are_warned_of(
 @promise(
     "Prediction",
     "label maps among the images to segment; `-o` with the name of one file",
-    "refused, in place of an image and beside it; that file for one case, refused for several",
+    "refused over and beside an image; that file for one case, refused for several",
 )
 @pytest.mark.parametrize("name", ["a.nii.gz", "a.nii"])
 def test_predict_writes_nothing_among_its_images(finished: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
@@ -502,7 +501,7 @@ def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_
 
 @promise(
     "Prediction",
-    "`score` without the label map, the classes or the layout that the network learned with",
+    "`score` without the label map, classes or layout of the network",
     "they are the checkpoint's, and a line says so",
 )
 def test_scores_are_of_labels_as_the_network_learned_them(

@@ -106,11 +106,7 @@ def test_an_array_is_segmented_as_an_image_with_its_spacing(trained: TrainedRun)
         assert np.array_equal(labels, network.segment(other, (1.1, 0.9, 2.2)))
 
 
-@promise(
-    "Prediction",
-    "an array in Python whose axes do not run right, anterior, superior",
-    "turned by its affine as a file is",
-)
+@promise("Prediction", "an array in Python whose axes do not run right, anterior, superior", "turned by its affine")
 def test_an_array_with_its_affine_is_turned_as_a_file_is(trained: TrainedRun, predicted: nib.Nifti1Image) -> None:
     network, given, expected = unet3d.load(trained.checkpoint), image(), np.asanyarray(predicted.dataobj)
     labels = network.segment(given.get_fdata(), affine=given.affine)
@@ -225,11 +221,7 @@ def test_an_image_that_does_not_suit_is_one_line(trained: TrainedRun, tmp_path: 
             network.segment(given, spacing)
 
 
-@promise(
-    "Prediction",
-    "a checkpoint read under another number of ranks than its run had",
-    "read: how a run took its steps is no part of its network",
-)
+@promise("Prediction", "a checkpoint read under another number of ranks", "read")
 def test_a_file_is_read_under_any_number_of_ranks(trained: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """How its run took its steps is no part of the network."""
     monkeypatch.setattr(ranks, "SIZE", 7)

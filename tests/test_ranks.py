@@ -66,8 +66,7 @@ def furthest(a: Path, b: Path) -> float:
 @promise(
     "Ranks",
     "another number of ranks for the same batches, also in a resumed run",
-    "losses and weights are identical up to rounding; with as many ranks as before bit-identical (on the CPU), "
-    "dropout included",
+    "losses and weights are identical up to rounding; with as many ranks bit-identical (on the CPU), with dropout",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
@@ -161,11 +160,7 @@ def stop() -> dict:
     return {0: functools.partial(at_step, 2, signal.SIGTERM)}
 
 
-@promise(
-    "Ranks",
-    "SIGTERM from torchrun to a rank that is ending",
-    "its exit code says why the run ended, not that a signal came",
-)
+@promise("Ranks", "SIGTERM from torchrun to an ending rank", "its exit code says why the run ended")
 @pytest.mark.slow
 def test_a_signal_to_a_rank_that_is_ending_leaves_its_exit_code(tmp_path: Path) -> None:
     """From torchrun, as the first of the others has ended."""
@@ -220,7 +215,7 @@ ENDS = {  # what a rank does, what the others say of it, and the exit code
 @promise(
     "Ranks",
     "a rank raises, runs out of memory, is killed, or hangs longer than `rank_timeout`",
-    "all ranks end; STATUS names the rank and what became of it; the run goes on from its checkpoint",
+    "all end; STATUS names the rank and the cause; the run resumes from its checkpoint",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -281,8 +276,8 @@ def of_first(number: int) -> int:
 
 @promise(
     "Ranks",
-    "SIGTERM to one rank, in a step or a validation of an uneven number of cases",
-    "all ranks stop after the same step; exit 75, which torchrun turns into 1",
+    "SIGTERM to one rank, in a step or an uneven validation",
+    "all stop after the same step; exit 75, which torchrun turns into 1",
 )
 @pytest.mark.slow
 @without("unet3d.base.ranks.all_reduce_max", of_first)
@@ -302,7 +297,7 @@ def signalled_validation() -> None:
     Predictor.strips = signalled  # type: ignore[method-assign,assignment]
 
 
-@promise("Ranks", "a loss that is not finite on one rank", "all refuse the update; the patches of all ranks are kept")
+@promise("Ranks", "a loss that is not finite on one rank", "all refuse the update; all ranks' patches are kept")
 def test_a_loss_that_is_not_finite_names_and_keeps_the_patches_of_all_ranks(tmp_path: Path) -> None:
     done = train_ranks(tmp_path, *PAIRED, *SGD, hooks={1: poisoned})
     assert [rank.code for rank in done] == [4, 4], done[0].err
@@ -354,7 +349,7 @@ def test_torchrun_starts_the_ranks_of_one_run(tmp_path: Path) -> None:
 @promise(
     "Ranks",
     "a rank is done while a thread of torch.distributed still works",
-    "its exit code is 0: no such thread outlives Python, which may abort for it",
+    "exit 0: no such thread outlives Python",
 )
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(tmp_path: Path) -> None:
@@ -390,8 +385,8 @@ def be_killed_once() -> None:
 
 @promise(
     "Ranks",
-    "a rank is killed while the GPU of another waits for it",
-    "the other notices within a second or two, ends, and STATUS names the killed one",
+    "a rank is killed while another's GPU waits for it",
+    "the other notices within two seconds; STATUS names the killed one",
 )
 @without("unet3d.base.ranks._ended", nothing)
 def test_a_rank_that_waits_for_its_gpu_notices_that_another_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_a_checkpoint_cannot_ask_for_the_environment(given: Callable[[Change], P
 @promise(
     "Checkpoints",
     "values of wrong types; a step, score, random state, loss scale or optimizer that no run wrote",
-    "one line, exit 3; options of the optimizer come from the config alone",
+    "one line, exit 3; optimizer options come from the config alone",
 )
 @pytest.mark.parametrize(
     "change",
@@ -378,7 +378,7 @@ hydra:
 @promise(
     "Run folders and checkpoints of strangers",
     "a config or an overrides.yaml that names a YAML file of the folder, code, an alias, `${...}` or a deep nesting",
-    "a run is rebuilt from config.yaml as plain values: refused, or not read",
+    "refused, or not read: a run is rebuilt from config.yaml as plain values",
 )
 def test_a_config_in_a_run_folder_is_not_composed(
     stranger: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
@@ -453,7 +453,7 @@ TRAINED = ("STATUS", ".lock", "config.yaml", "metrics.jsonl", "checkpoints/last.
 )
 @promise(
     "Run folders and checkpoints of strangers",
-    "links that lead out of the folder in place of any file or sub-folder; another name of a file elsewhere",
+    "links that lead out of the folder in place of any file or sub-folder; hard links",
     "refused; nothing outside is read or written",
 )
 @without("unet3d.run.record.refuse_links_out", nothing, only="scores.csv")

@@ -34,7 +34,7 @@ def test_one_wrong_job_stops_a_sweep_before_it_begins(tmp_path: Path) -> None:
 @promise(
     "Training",
     "a job of a sweep fails or is killed; a sweep is interrupted",
-    "the other jobs finish and the comparison shows it; the job ends in good order and no other begins",
+    "the others finish and the comparison shows it; the job ends in order and no other begins",
 )
 @pytest.mark.slow
 def test_a_flag_may_stand_between_overrides_and_a_failed_job_stops_no_other(tmp_path: Path, finished: Path) -> None:

@@ -246,8 +246,7 @@ def kill_within_a_file() -> None:
 @promise(
     "Data",
     "SIGKILL while cases are prepared on disk",
-    "whole cases stay, no half file counts, and the next run goes on; what the dead left is removed, not what the "
-    "living write",
+    "whole cases stay, half files do not count, and the next run continues; living writers are left alone",
 )
 @pytest.mark.slow
 def test_killed_while_preparing_the_next_run_goes_on(finished: Path, tmp_path: Path) -> None:
@@ -303,8 +302,8 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path
 
 @promise(
     "Data",
-    "several processes that prepare the same cases at once",
-    "a case may be prepared by two of them, with the same bytes; a file is whole at any moment",
+    "several processes that prepare the same cases",
+    "a case may be prepared twice, with the same bytes; files are whole at any moment",
 )
 def test_two_that_make_a_key_at_once_both_have_it_whole(tmp_path: Path, maker: tuple) -> None:
     child, key, go = maker
@@ -451,8 +450,8 @@ def be_a_foreign_array(path: Path) -> None:
 @promise("data sets", "no link in `data.cache_root` ...")
 @promise(
     "Data",
-    "a prepared file that is truncated, changed, replaced by another, by a pipe or a link, or removed, also during "
-    "a run; arrays of another size, whatever their digests say",
+    "a prepared file that is truncated, changed, replaced by another, a pipe or a link, or removed, also "
+    "during a run; arrays of another size",
     "prepared again",
 )
 @without("unet3d.data.cache.DiskCache._compare", nothing, only="flip")
@@ -533,11 +532,7 @@ def test_an_array_with_a_forged_shape_is_made_again(tmp_path: Path, shape: tuple
     "no link in `data.cache_root` is followed: nothing outside is read, written or removed, and a pipe is not "
     "waited for",
 )
-@promise(
-    "Data",
-    "a link or a folder in place of a prepared case",
-    "a link is replaced, a folder refused; nothing is read, written or removed behind it",
-)
+@promise("Data", "a link or a folder in place of a prepared case", "replaced; refused; nothing behind it is touched")
 def test_a_link_is_replaced_and_what_is_behind_it_stays(tmp_path: Path) -> None:
     """Whoever may write to a cache that is shared may not make others read and write files of their own."""
     store, victim, path = DiskCache(tmp_path, full=False), tmp_path / "mine", tmp_path / f"{key_of('a')}.arrays"
@@ -612,11 +607,7 @@ def endless(cache: DiskCache) -> int:
     return 2**60
 
 
-@promise(
-    "Data",
-    "a cache's disk that is full, before or while cases are prepared; a folder that cannot be used",
-    "one line, and no unfinished case is left",
-)
+@promise("Data", "a cache's disk that is full; a folder that cannot be used", "one line, and no unfinished case")
 @without("unet3d.data.cache.DiskCache.room", endless)
 def test_too_small_a_disk_is_refused_before_a_case_is_written(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     data.intensity = "zscore"

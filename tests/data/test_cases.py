@@ -155,9 +155,8 @@ def test_json_that_is_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path) -> N
 @promise("data sets", "paths in dataset.json, and links, do not leave `data.root`, unless `data.allow_outside=true`")
 @promise(
     "Data",
-    "dataset.json with paths that lead outside, ids that repeat, nothing in it, or bad JSON; a pipe or a device in "
-    "its place",
-    "refused; paths that lead outside are read with `data.allow_outside=true`",
+    "dataset.json with paths that lead outside, repeated ids, nothing, or bad JSON; a pipe or device in its place",
+    "refused; paths outside are read with `data.allow_outside=true`",
 )
 @pytest.mark.parametrize("kind", ["image", "label"])
 @pytest.mark.parametrize(
@@ -266,9 +265,9 @@ def test_nnunet_layout(tmp_path: Path) -> None:
 @promise("Data", "dataset.json with paths that ...")
 @promise(
     "Data",
-    "dataset.json with thousands of channels that no file has, or with a name of a million letters; a split with "
-    "such an id; a case that lacks many files; thousands of problems",
-    "lines of a bounded length: one for the data set, at most 11 for a case, at most 1,001 in all",
+    "dataset.json with thousands of channels, a name of a million letters, such ids in a split; a case "
+    "that lacks many files; thousands of problems",
+    "bounded lines: one for the data set, at most 11 a case, 1,001 in all",
 )
 @pytest.mark.parametrize(
     ("changes", "parts"),
@@ -388,11 +387,7 @@ def laid_out(layout: str, root: Path) -> Data:
     return {"decathlon": decathlon, "nnunet": nnunet, "folders": lambda _: folders(root, names, names)}[layout](root)
 
 
-@promise(
-    "Data",
-    ".NII.GZ; volumes of other formats among those that are read; NIfTI files that no case has",
-    "read; one warning that names them",
-)
+@promise("Data", ".NII.GZ; volumes of other formats; NIfTI files that no case has", "read; one warning that names them")
 @pytest.mark.parametrize("layout", ["decathlon", "nnunet", "folders"])
 def test_endings_in_upper_case_are_read_in_every_layout(tmp_path: Path, layout: str) -> None:
     data = laid_out(layout, tmp_path)
@@ -455,8 +450,8 @@ def test_a_data_set_of_another_format_is_named(tmp_path: Path) -> None:
 
 @promise(
     "Data",
-    "two files of one name; label maps named as channels; another `file_ending` than that of the files",
-    "refused, with the name to give; read with a warning",
+    "two files of one name; label maps named as channels; another `file_ending`",
+    "refused with the name to give; read with a warning",
 )
 @pytest.mark.parametrize(
     ("old", "new", "parts"),

@@ -103,7 +103,7 @@ def test_all_problems_of_all_cases_are_listed_at_once(tmp_path: Path) -> None:
 @promise(
     "Data",
     "labels, in dataset.json or `data.label_map`, that make no classes",
-    "listed by `check-data` with all other problems; a run is refused",
+    "`check-data` lists them; a run is refused",
 )
 @pytest.mark.parametrize(
     ("words", "changes", "said"),
@@ -202,8 +202,8 @@ ONE_HOT = np.stack([label() == k for k in range(3)], -1).astype(np.uint8)
 
 @promise(
     "Data",
-    "labels above the classes, negative, 255 without `data.ignore`, beside whole numbers, one-hot",
-    "refused; 255 with `data.ignore=255` and floats that are whole are read",
+    "labels above the classes, negative, 255 without `data.ignore`, fractions, one-hot",
+    "refused; 255 with `data.ignore=255` and whole floats are read",
 )
 @without("unet3d.data.check.read_classes", unchecked, only="254")
 @pytest.mark.parametrize(
@@ -241,8 +241,7 @@ TURNED = LPS[:, [1, 0, 2, 3]]
 @promise(
     "Data",
     "a label map of another size, flipped or shifted, or with other axes on the same grid",
-    "an error, which says what to do: resample, or reorient; a shift or flip is a warning with "
-    "`data.affine_check=warn`; rounding is none",
+    "an error with the remedy; with `data.affine_check=warn` a shift or flip is a warning; rounding is none",
 )
 @without("unet3d.data.volume.SAME_GRID", math.inf, only="shifted-False")
 @pytest.mark.parametrize("full", [False, True])
@@ -292,7 +291,7 @@ def odd(path: Path, kind: str) -> None:
         write_header(write_header(path, "qform_code", 1), "quatern", 0.6, 0.6, 0.6)
 
 
-@promise("Data", "sheared grids, sform beside qform, lengths not in mm", "a warning with the rule that is followed")
+@promise("Data", "sheared grids, sform beside qform, lengths not in mm", "a warning with the rule followed")
 @without("unet3d.data.nifti.SHEAR", 2.0, only="sheared")
 @without("unet3d.data.nifti.MM", range(8), only="yards")
 @pytest.mark.parametrize(
@@ -330,8 +329,7 @@ def test_odd_headers_are_warned_of_with_the_rule_that_is_followed(
 @promise(
     "Data",
     "voxel sizes of sform and pixdim that differ by more than 1 %",
-    "one warning with both, the one that is taken and the number of files, in `check-data`, `train`, `plan`, "
-    "`score`, `predict` and `segment`; none where `data.affine` decides",
+    "every command warns once, with both, the one taken and the number of files, unless `data.affine` decides",
 )
 @without("unet3d.data.nifti.SAME_SIZE", 10.0)
 def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
@@ -361,8 +359,8 @@ def test_files_that_state_two_voxel_sizes_are_one_warning_or_a_choice(
 
 @promise(
     "Data",
-    "a label map that lies elsewhere by its sform alone; a sform or a qform that maps no volume",
-    "an error that names the `data.affine` by which it can be read",
+    "a label map that lies elsewhere by its sform alone; a sform or qform that maps no volume",
+    "an error that names a `data.affine` that works",
 )
 def test_headers_alone_put_a_label_map_elsewhere(tmp_path: Path) -> None:
     """As where a program has read the image by its qform."""
@@ -411,10 +409,9 @@ def test_a_class_that_is_called_ignore_but_learned_is_warned_of(tmp_path: Path) 
 
 @promise(
     "Data",
-    "a case, a part or all of training without a class, also for its ignored labels, resampling or slices; held-out "
+    "a case, a part or all of training without a class, also by ignoring, resampling or slices; held-out "
     "cases without a voxel to score",
-    "a warning, a warning with the class, an error; a score that does not exist is n/a, and a score of 0 for want "
-    "of the class in the truth has a note",
+    "a warning, a warning with the class, an error; undefined scores are n/a, a 0 for want of the class has a note",
 )
 def test_a_case_and_a_part_without_a_class_are_warned_of(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
@@ -603,10 +600,10 @@ def test_a_run_refuses_a_held_out_image_that_it_learns_from(
 
 @promise(
     "Data",
-    "a training image among the held-out ones: by its id, a link, or its voxels, however they are compressed, of "
-    "whatever type, wherever they lie, along whatever axes they are stored, and in whatever order its channels are",
-    "refused, and by `check-data`; axes that its header does not say, and other channels first, are not found with "
-    "`data.cache=disk`, nor in a run that resamples and has `data.cache=memory`",
+    "a training image among the held-out ones: by id, link or voxels, however compressed, typed, placed, "
+    "oriented, or with other channel order",
+    "refused, and by `check-data`; axes that the header does not say, and other channels first, are not "
+    "found with `data.cache=disk`, nor in a run that resamples with `data.cache=memory`",
 )
 @pytest.mark.parametrize("intensity", ["zscore", "none"])
 @pytest.mark.parametrize("cache", ["memory", "off"])
@@ -625,11 +622,7 @@ def test_the_same_channels_in_another_order_are_the_same_image(tmp_path: Path, c
     assert told(errors(checked(data)), [wanted])
 
 
-@promise(
-    "Data",
-    "two held-out and training images that only normalisation makes equal",
-    "two images: what is compared at last are the files' voxels",
-)
+@promise("Data", "two held-out and training images that only normalisation makes equal", "two images")
 def test_what_only_a_rule_or_a_digest_makes_equal_are_two_images(tmp_path: Path) -> None:
     data, seen, unseen = held_out(tmp_path)
     data.intensity, data.cache_root = "zscore", str(tmp_path / "cache")

@@ -58,13 +58,9 @@ def test_lists_of_one_are_labels_as_in_nnunet(tmp_path: Path, changes: dict) -> 
 @promise(
     "Data",
     "regions in dataset.json without `regions_class_order`, with one too short, without a label, with the background",
-    "one line that names the file and what to give",
+    "one line with file and remedy",
 )
-@promise(
-    "Data",
-    "a region that a later one is drawn over; a label drawn as one of another region",
-    "refused; a warning with the region",
-)
+@promise("Data", "a region that a later one is drawn over; a label drawn as another region's", "refused; a warning")
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [

@@ -151,8 +151,8 @@ def labelled(value: float) -> Callable[[torch.Tensor, torch.Tensor, np.random.Ge
 
 @promise(
     "Training",
-    "a transform of one's own that returns labels that are no class, another type or size, or one value",
-    "exit 2; the line names the transform, what it returned and what it is to return",
+    "a transform of one's own that returns labels of no class, another type or size",
+    "exit 2 with the transform, what it returned and what it is to return",
 )
 @pytest.mark.parametrize(
     ("transform", "words"),
@@ -303,7 +303,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @promise(
     "Data",
     "a data worker that raises, is killed or hangs",
-    "exit 1 with the missing cases and a hint; a hang ends by a timeout",
+    "exit 1 with the missing cases and a hint; hangs end by a timeout",
 )
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 1, 2])

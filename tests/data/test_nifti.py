@@ -62,7 +62,7 @@ def unscaled(file: Path | IO[bytes], about: object, **options: bool) -> ArrayPro
     return ArrayProxy(file, (*about[:3], 1, 0) if isinstance(about, tuple) else about, **options)
 
 
-@promise("Data", "scaled integers, big-endian files, spaces and umlauts in names, .nii or .nii.gz", "the same voxels")
+@promise("Data", "scaled integers, big-endian files, spaces and umlauts in names", "the same voxels")
 @without("unet3d.data.nifti.ArrayProxy", unscaled, only="i2-0.5--1024-<-a.nii.gz")
 @pytest.mark.parametrize("name", ["a.nii", "a.nii.gz"])
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -198,7 +198,7 @@ def test_a_file_that_is_no_nifti_is_refused(tmp_path: Path, name: str, content: 
 @promise("data sets", "a header that claims ...")
 @promise(
     "Data",
-    "a header that claims far more than the file can hold; a spacing that asks for too many voxels",
+    "a header that claims more than the file can hold; a spacing that asks for too many voxels",
     "refused before memory is taken",
 )
 @without("unet3d.data.nifti.MAX_DEFLATE", 10**12, only="1000")
@@ -363,8 +363,8 @@ def test_voxels_that_begin_far_into_the_file_are_refused_unread(tmp_path: Path) 
 
 @promise(
     "Prediction",
-    "nibabel and MONAI used beside unet3d, as in a notebook",
-    "nibabel's logger and MONAI's `track_meta` stay as they were",
+    "nibabel and MONAI used in the same notebook",
+    "nibabel's logger and MONAI's `track_meta` are unchanged",
 )
 @without("nibabel.imageglobals.logger.addFilter", nothing)
 def test_what_nibabel_corrects_in_a_header_is_not_logged(
@@ -459,7 +459,7 @@ def in_place(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-@promise("Prediction", "a write that fails or is cut short", "the old file stays whole, and no other is left")
+@promise("Prediction", "a write that fails or is cut short", "the old file stays whole; nothing else is left")
 @without("unet3d.data.restore.replacing", in_place)
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = write(tmp_path / "a.nii.gz", image())

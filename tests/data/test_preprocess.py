@@ -77,9 +77,9 @@ def test_ct_without_foreground_is_refused() -> None:
 
 @promise(
     "Data",
-    "a foreground of one value under `data.intensity=ct`, an image that its rule makes constant, images without "
-    "contrast",
-    "refused, with the rule to use; a warning where some images have no contrast",
+    "a foreground of one value under `data.intensity=ct`, an image that its rule makes constant, images "
+    "without contrast",
+    "refused with the rule to use; a warning where only some lack contrast",
 )
 @pytest.mark.parametrize("ends", [(3071, 3071), (3071, 3071.01)])
 def test_a_foreground_of_one_value_is_no_scale_of_ct(ends: tuple[float, float]) -> None:
@@ -132,8 +132,8 @@ UNLIKE = {  # what is done to an image, by what is said of it under each rule: n
 
 @promise(
     "Prediction",
-    "an image unlike those of training: other units, spacing or field of view",
-    "one warning with both numbers, in `predict` and `segment`",
+    "an image unlike those of training: units, spacing, field of view",
+    "one warning with both numbers",
 )
 @pytest.mark.parametrize("kind", ["ct", "zscore", "none"])
 @pytest.mark.parametrize("cache", ["memory", "disk", "off"])
@@ -180,7 +180,7 @@ def all_finite(values: np.ndarray) -> np.ndarray:
 @promise(
     "Data",
     "voxels that are NaN or infinite",
-    "an error, or with `data.nonfinite=zero` counted, reported and 0, in training and in `predict`",
+    "an error; with `data.nonfinite=zero` counted, reported and 0, also in `predict`",
 )
 @without("unet3d.data.nifti.np.isfinite", all_finite, only="nan")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -256,8 +256,8 @@ def test_a_model_for_another_number_of_channels_is_refused(tmp_path: Path) -> No
 
 @promise(
     "Data",
-    "thick slices, volumes smaller than the patch, sizes that 2^levels does not divide",
-    "they train, and predictions have the image's shape and affine",
+    "thick slices, volumes smaller than the patch or not divisible by 2^levels",
+    "they train; predictions have the image's shape and affine",
 )
 @pytest.mark.parametrize("shape", [(21, 13, 3), (9, 9, 9), (5, 40, 1)], ids=str)
 def test_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path: Path, shape: tuple) -> None:
@@ -298,11 +298,7 @@ def test_values_at_both_ends_of_float32_are_normalised_without_a_warning() -> No
     assert found.ravel().tolist() == [-1, 1]
 
 
-@promise(
-    "Data",
-    "a file or an option that changed after cases were prepared",
-    "the next run sees it: with `data.cache=disk`, it has other files",
-)
+@promise("Data", "a file or an option that changed after cases were prepared", "the next run sees it")
 def test_a_file_that_changed_is_seen_by_the_next_run(tmp_path: Path) -> None:
     """Without data.cache=disk, nothing on disk could be out of date."""
     data = decathlon(tmp_path)

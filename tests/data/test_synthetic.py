@@ -65,9 +65,8 @@ CASES = [GeneratedCase(name, np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), 
 
 @promise(
     "Data",
-    "SIGKILL while a data set is generated; two containers that generate it at once, with equal process numbers",
-    "each file is written whole, dataset.json last: what was not finished is generated again by the next, and several "
-    "write the same bytes",
+    "SIGKILL while a data set is generated; two containers that generate it, with equal process numbers",
+    "files are written whole, dataset.json last; the next finishes; several write the same bytes",
 )
 def test_a_generation_that_stops_half_way_is_no_data_set_and_begins_again(tmp_path: Path) -> None:
     def stopped() -> Iterator[GeneratedCase]:

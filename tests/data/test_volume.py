@@ -243,11 +243,7 @@ def test_strips_on_the_files_grid_are_the_volume_in_one_piece(
 STEPS = [(1, (5, 3)), (2, (1, 1))]
 
 
-@promise(
-    "Data",
-    "4D and 2D images",
-    "the fourth axis is the channels, which must match; an axis of 1 is dropped; 2D is refused",
-)
+@promise("Data", "4D and 2D images", "the fourth axis must match the channels, or is 1 and dropped; 2D is refused")
 @without("unet3d.data.nifti.np.moveaxis", unchanged)
 def test_channels_come_first(tmp_path: Path) -> None:
     stored = image((6, 5, 4, 3))

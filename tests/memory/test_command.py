@@ -116,8 +116,8 @@ def test_several_configs_stand_side_by_side(capsys: pytest.CaptureFixture, tmp_p
 
 @promise(
     "Config",
-    "several configs for `unet3d memory`, of which some make no sense",
-    "a row and a line that says why it is skipped; exit 2 with the reasons if all are",
+    "several configs for `unet3d memory`, some of which make no sense",
+    "a line says why each is skipped; exit 2 if all are",
 )
 def test_a_combination_that_makes_no_sense_is_skipped_and_the_others_go_on(
     capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

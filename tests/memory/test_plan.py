@@ -331,7 +331,7 @@ def test_on_cuda_a_budget_is_of_what_the_allocator_reserves(without_recompute: N
 
 @promise(
     "Training",
-    "a GPU has less memory free than the step would reserve, or a validation hold",
+    "a GPU has less memory free than a step would reserve, or a validation hold",
     "exit 2 before the run, with what would fit",
 )
 @without("unet3d.memory.prediction.refuse_over_card", nothing)

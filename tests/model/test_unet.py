@@ -114,7 +114,7 @@ def test_stage_count_is_what_checkpointing_is_checked_against(options: Callable[
     assert [name for name, _ in models[0].named_children()] == [*("inc", "down1", "down2", "up1", "up2", "outc")]
 
 
-@promise("Prediction", "a network exported by `torch.export`", "computes the same for sizes it was not exported with")
+@promise("Prediction", "a network exported by `torch.export`", "computes the same, also for other sizes")
 @pytest.mark.slow
 def test_an_exported_network_computes_the_same_for_any_size(options: Callable[..., Model], tmp_path: Path) -> None:
     from torch.export import Dim, export  # a second to load

@@ -112,8 +112,7 @@ def taken(draft: Draft, folder: Path) -> Config:
 @promise(
     "Config",
     "volumes that are tiny, flat or longer than 2,048 voxels",
-    "`plan` takes the volume as the patch, up to 2,048 voxels an axis, with the levels that suit it; a volume of "
-    "one voxel is one line",
+    "`plan` takes the volume as patch, up to 2,048 voxels an axis, with levels that suit it; one voxel is one line",
 )
 @pytest.mark.parametrize("shape", ((32, 32, 1), (32, 32, 2), (1, 1, 40), (2, 2, 2), (15, 15, 15), (4000, 3, 3)))
 def test_a_small_thin_or_long_volume_is_the_first_patch(shape: tuple[int, int, int]) -> None:
@@ -136,9 +135,8 @@ def test_a_volume_of_one_voxel_is_one_line(quick: None) -> None:
 
 @promise(
     "Config",
-    "spacings of nanometres to metres; a case that the planned spacing would make more than 32 times as large",
-    "whatever `plan` writes, `train` takes: the spacing is made coarser, and the line says so; `like=nnunet` is "
-    "refused",
+    "spacings of nanometres to metres; a case that the planned spacing would make over 32 times as large",
+    "what `plan` writes, `train` takes: a coarser spacing, and a line; `like=nnunet` is refused",
 )
 @pytest.mark.parametrize(
     ("spacings", "reason"),
@@ -179,7 +177,7 @@ def test_a_saturated_foreground_is_planned_with_z_scores(name: str) -> None:
 
 @promise(
     "Config",
-    "a time or a budget in which only a patch smaller than the foreground fits, or few steps",
+    "a time or a budget that allows only few steps or a patch smaller than the foreground",
     "`plan` warns, with both sizes and what to give",
 )
 def test_a_patch_that_the_time_makes_smaller_than_the_foreground_is_warned_of(quick: None) -> None:
@@ -189,7 +187,7 @@ def test_a_patch_that_the_time_makes_smaller_than_the_foreground_is_warned_of(qu
     assert "few" in steps
 
 
-@promise("Config", "a plan's file whose name Hydra does not take as it is", "the printed command has it in quotes")
+@promise("Config", "a plan's file whose name Hydra does not take", "the printed command quotes it")
 def test_a_smaller_patch_and_odd_names_are_planned_and_the_printed_command_composes(
     tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

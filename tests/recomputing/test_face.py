@@ -253,9 +253,9 @@ class Gated(Net):
 
 @promise(
     "Resume",
-    "subclasses, parametrizations and gates, shared weights, a block that is called twice, a norm in evaluation, "
+    "subclasses, parametrizations and gates, shared weights, repeated blocks, norms in evaluation, "
     "frozen layers, under `recompute`",
-    "the gradients of autograd",
+    "autograd's gradients",
 )
 @pytest.mark.parametrize("kind", [Weighted, Subclassed, Gated])
 def test_changed_layers(kind: Callable[[], nn.Module]) -> None:

@@ -111,8 +111,8 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
 
 @promise(
     "Resume",
-    "an operation that `recompute` has no rule for, as attention",
-    "runs again under autograd in backward, in groups, and is right; a line names it",
+    "an operation that `recompute` has no rule for",
+    "runs again under autograd in backward, in groups; a line names it",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "size"), MONAI.values(), ids=[*MONAI])

@@ -24,10 +24,8 @@ def any_schedule() -> Iterator[None]:
 
 @promise(
     "Resume",
-    "a use of a network under `recompute` that a trace does not see: settings that change, hooks, what `forward` "
-    "leaves behind or draws, functions with a backward of their own, losses in place, second derivatives",
-    "equal to plain, refused by name, or plain; "
-    "[recompute.md](recompute.md#what-is-seen-what-is-refused-what-runs-plain) has the list",
+    "a use of a network under `recompute` that a trace does not see",
+    "equal to plain, refused by name, or plain ([the list](recompute.md#what-is-seen-what-is-refused-what-runs-plain))",
 )
 @promise(
     "What is seen, what is refused, what runs plain",

@@ -319,9 +319,8 @@ class Choosing(Own):
 
 @promise(
     "The memory of any network",
-    "a network or a loss reads values, which a prediction takes as 0: branches, stochastic depth, draws of Python "
-    "or NumPy",
-    "a warning with FILE:LINE, also in the result, in what is printed, in memory.json and on the page",
+    "a network or a loss reads values: branches, stochastic depth, draws of Python or NumPy",
+    "a warning with FILE:LINE, also in the result, prints, memory.json and the page",
 )
 def test_a_prediction_that_has_to_guess_values_says_where(tmp_path: Path) -> None:
     line = Choosing.forward.__code__.co_firstlineno + 1
@@ -346,8 +345,8 @@ class Recurrent(nn.Module):
 
 @promise(
     "The memory of any network",
-    "an LSTM, which keeps for backward what its library alone knows the size of",
-    "a guess, with the same warning, that names it",
+    "an LSTM, whose library alone knows what it keeps for backward",
+    "a guess, with a warning that names it",
 )
 @pytest.mark.filterwarnings("ignore:A GUESS")
 def test_an_lstm_whose_workspace_is_not_known_is_a_guess_that_says_so() -> None:
@@ -495,8 +494,8 @@ def unet_of_monai() -> nn.Module:
 
 @promise(
     "The memory of any network",
-    "an activation in place on a view, as after instance norm, whose gradient autograd copies",
-    "predicted bytes, peaks and layers equal the measured ones",
+    "an activation in place on a view, as after instance norm",
+    "predicted bytes, peaks and layers equal measured ones",
 )
 @pytest.mark.parametrize("make", [Sliced, dynunet, unet_of_monai])
 def test_predicted_and_measured_bytes_are_of_the_same_layers(make: Callable[[], nn.Module]) -> None:

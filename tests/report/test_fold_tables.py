@@ -148,11 +148,7 @@ def test_runs_that_are_no_cross_validation_are_refused(tmp_path: Path, words: tu
         fold_tables.read_methods([tmp_path])
 
 
-@promise(
-    "Training",
-    "two sweeps of equal options in one table of folds",
-    "refused, with the two runs of the same method and fold",
-)
+@promise("Training", "two sweeps of equal options in one table of folds", "refused with the two runs")
 def test_two_sweeps_of_one_method_are_refused_also_beside_another(tmp_path: Path) -> None:
     sweeps = [sweep(tmp_path / "x", FIRST, "seed=1"), sweep(tmp_path / "y", SECOND, "seed=1")]
     sweeps.append(sweep(tmp_path / "z", SECOND, "seed=2"))

@@ -127,8 +127,8 @@ def test_methods_on_other_folds_are_not_comparable(
 
 @promise(
     "Training",
-    "a fold of a cross-validation that failed, never began or was run twice, folds whose runs differ in more, "
-    "methods with other folds",
+    "a fold of a cross-validation that failed, never began or ran twice, folds whose runs differ in "
+    "more, methods with other folds",
     "a mean over the others that says so; no mean; not comparable, with the reason",
 )
 def test_a_fold_that_failed_or_never_began_is_missed_and_said(

@@ -184,11 +184,7 @@ def log_all(logger: Memory | Loggers) -> None:
     logger.close(4)
 
 
-@promise(
-    "Training",
-    "a logger of one's own that fails, exits or has no `scalars`",
-    "one warning with its option; the run goes on without it",
-)
+@promise("Training", "a logger of one's own that fails, exits or has no `scalars`", "one warning; the run continues")
 @pytest.mark.parametrize("fails", range(5))
 def test_a_logger_that_fails_is_dropped_with_one_line_and_the_others_go_on(fails: int, capsys: Capture) -> None:
     alone, bad, good = Memory(), Memory(fails), Memory()
@@ -397,8 +393,8 @@ loggers.close(0)
 
 @promise(
     "Training",
-    "a tracked run that is stopped or killed, and resumed offline; uploaded in any order",
-    "the resumed part has an id of its own and all records: nothing is replaced, nothing is missing",
+    "a tracked run that is stopped or killed, and resumed offline",
+    "the resumed part has a new id and all records: nothing is replaced or missing, in any order of upload",
 )
 def test_a_resumed_part_that_is_offline_is_complete_and_replaces_nothing(private: Path, tmp_path: Path) -> None:
     """What is uploaded under an id replaces what is there. The file of a killed run may hold nothing."""

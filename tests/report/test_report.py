@@ -539,8 +539,7 @@ def test_a_damaged_config_is_shown_as_it_is(folder: Path, config: str) -> None:
 @promise("checkpoints and run folders", "an option in a run folder's config.yaml counts if it has the option's type")
 @promise(
     "Run folders and checkpoints of strangers",
-    "a config.yaml with texts or lists where numbers belong, which would be multiplied; scores that are infinite or "
-    "no numbers",
+    "a config.yaml with texts or lists for numbers; scores that are infinite or no numbers",
     "passed over, option by option; no scores",
 )
 @pytest.mark.parametrize(
@@ -589,8 +588,8 @@ SHORT = {
 @promise("checkpoints and run folders", "files of a run ...")
 @promise(
     "Run folders and checkpoints of strangers",
-    "a small file that would take many times its size, as scores.csv of rows of one letter",
-    "refused by its size or its rows",
+    "a small file that would take many times its size, as rows of one letter",
+    "refused by its size or rows",
 )
 @pytest.mark.parametrize("name", SHORT)
 def test_a_file_that_would_take_many_times_its_size_is_refused(folder: Path, name: str) -> None:

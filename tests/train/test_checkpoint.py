@@ -59,8 +59,7 @@ def test_saving_copies_no_tensor(tmp_path: Path) -> None:
 @promise(
     "Checkpoints",
     "a file cut to 0, 10, 50 or 99 %",
-    "the previous checkpoint is taken, with a warning, and survives the next save; exit 3 if none is whole, and "
-    "nothing starts over",
+    "the previous checkpoint is taken with a warning, and survives the next save; exit 3 if none is whole",
 )
 @without("unet3d.run.checkpoint.DamagedCheckpoint", CheckpointError, only="0.5")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
@@ -137,7 +136,7 @@ def test_a_pickled_command_is_refused_and_not_run(tmp_path: Path) -> None:
 @promise(
     "Checkpoints",
     "another format; parts missing, added or of another shape",
-    "exit 3 with a table of the differences; no older checkpoint is taken",
+    "exit 3 with a table of differences; no older checkpoint is taken",
 )
 @without("unet3d.run.checkpoint.FORMAT", checkpoint.FORMAT + 1, only="another")
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_another_format_or_a_strangers_file_is_refused_but_not_called_damaged(
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
-@promise("Checkpoints", "a missing file, a folder; a place that is a file, a link or cannot be written to", "one line")
+@promise("Checkpoints", "a missing file, a folder; a place that is a file, a link or not writable", "one line")
 @without("pathlib.Path.is_file", yes)
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingCheckpoint, match=r"missing\.pt: no such file; "):

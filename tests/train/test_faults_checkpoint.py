@@ -54,8 +54,8 @@ def check_whole(folder: Path, least: int) -> None:
 
 @promise(
     "Checkpoints",
-    "a kill at any moment of a save, or between any two of its parts; a loss of power after it",
-    "a whole checkpoint is there: content and names are on the disk before the old ones go",
+    "a kill at any moment of a save; a loss of power after it",
+    "a whole checkpoint is there: content and names reach the disk before old ones go",
 )
 @pytest.mark.parametrize("seed", range(8))
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(statio
 
 @promise(
     "Disk and limits",
-    "the disk is full as a checkpoint is saved, at any point of it",
-    "one line with the room needed and left; the old checkpoint is whole, and nothing is left over",
+    "the disk is full as a checkpoint is saved, at any point",
+    "one line with the room needed and left; the old checkpoint is whole, nothing is left over",
 )
 @without("unet3d.run.checkpoint.is_disk_full", no)
 def test_a_full_disk_keeps_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +179,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("full")
 
 
-@promise(
-    "Disk and limits",
-    "it is full during training, to the last byte",
-    "training goes on with a warning; no record is lost",
-)
+@promise("Disk and limits", "it is full during training", "training continues with a warning; no record is lost")
 @pytest.mark.slow
 def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
     done = train(place / "a", *TINY, "steps=8", "hydra.run.dir=run", hook=functools.partial(small_files, 3, 8))
@@ -221,8 +217,7 @@ def test_a_disk_with_little_room_costs_no_checkpoint(sixteenths: int, small_disk
 @promise(
     "Disk and limits",
     "a disk with less room than a run needs",
-    "it finishes, or exit 2; once there is room it goes on to the same bits (`tests/bench/full_disk.py` tries every "
-    "size)",
+    "it finishes, or exit 2; with room it resumes to the same bits (`tests/bench/full_disk.py` tries every size)",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("sixteenths", [27, 43])
@@ -288,8 +283,8 @@ def full_beginning() -> None:
 
 @promise(
     "Disk and limits",
-    "it is full as a run begins, as pictures are drawn, as label maps are written, or at the end",
-    "exit 2 with one line; the resumed run makes what is missing",
+    "it is full as a run begins, as pictures or label maps are written, or at the end",
+    "exit 2 with one line; resume makes what is missing",
 )
 @without("unet3d.base.errors.is_disk_full", no)
 def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:

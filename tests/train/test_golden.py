@@ -15,11 +15,7 @@ FIRST = [2.8547201, 2.7626638, 2.8384435]  # losses, the same on every CPU but f
 LATER = {20: 1.77118, 40: 1.59962, 60: 1.53201}  # whose effect grows from step to step
 
 
-@promise(
-    "Training",
-    "a change of code that changes results",
-    "the losses of a known training differ from the stored ones",
-)
+@promise("Training", "a change of code that changes results", "losses of a known training differ from the stored ones")
 @pytest.mark.slow
 def test_a_training_takes_the_course_it_always_took(tmp_path: Path) -> None:
     done = train(tmp_path, *RUN, "hydra.run.dir=run")

@@ -50,7 +50,7 @@ def predictor(model: nn.Module, window: tuple, options: Model | None = None, **c
 @promise(
     "Prediction",
     "windows of any number, overlap and padding; mirroring",
-    "windows leave no seam and weigh every voxel in full; mirrored predictions are symmetric",
+    "no seam, every voxel weighs in full; mirrored predictions are symmetric",
 )
 @pytest.mark.parametrize("size", [(8, 8, 8), (17, 9, 8), (5, 30, 3), (1, 1, 1)])
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.75])
@@ -66,7 +66,7 @@ def test_windows_of_any_number_leave_pointwise_logits_as_they_are(size: tuple, o
 @promise(
     "Checkpoints",
     "sound weights whose outputs for an image are NaN or infinite, as where fp16 overflows",
-    "refused with the file in `predict`, `score` and `segment`; a validation ends the run with exit 4",
+    "`predict`, `score` and `segment` refuse the file; a validation ends the run with exit 4",
 )
 @pytest.mark.parametrize(
     ("value", "dtype", "advice"), [("nan", None, "checkpoint"), ("inf", torch.float16, "amp_dtype=bf16")]
@@ -285,8 +285,7 @@ def assert_dense(found: Predictor, size: tuple[int, ...]) -> tuple[int, ...]:
 @promise(
     "Prediction",
     "a volume whose probabilities do not fit into memory",
-    "labels equal to those of all probabilities at once, with the memory of a strip; what ends a prediction early "
-    "leaves no score",
+    "the same labels, with the memory of a strip; an early end leaves no score",
 )
 @pytest.mark.parametrize(
     ("size", "window", "overlap"),
@@ -382,8 +381,9 @@ def test_a_prediction_given_up_early_leaves_the_training_mode(network: Network) 
 @promise(
     "Prediction",
     "several windows in one pass, sums on a device",
-    "probabilities equal wherever the sums are, on the CPU bit-identical; labels of single windows; one copy per "
-    "strip to the host; a network that would mix windows sees them one at a time; fewer at once on a smaller GPU",
+    "probabilities are equal wherever sums are, on the CPU bit-identical; labels of single windows; one "
+    "copy per strip to the host; a network that would mix windows sees one at a time; fewer on a smaller "
+    "GPU",
 )
 def test_the_place_of_the_sums_changes_no_bit(network: Network) -> None:
     first, second = network(*TWO_LEVELS), network("model.norm=batch", *TWO_LEVELS)

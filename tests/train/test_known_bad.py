@@ -53,7 +53,7 @@ def test_nothing_is_said_of_others(
 
 @promise(
     "Config",
-    "cuDNN in a version that is known to be bad on 3D convolutions of very large maps in bf16, on a GPU",
+    "cuDNN in a version that is bad on 3D convolutions of very large maps in bf16, on a GPU",
     "one warning with the versions, pytorch's issue and what to use; for such maps alone",
 )
 def test_a_version_that_is_bad_for_large_maps_alone_is_named_for_them_alone(

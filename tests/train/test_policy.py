@@ -60,7 +60,7 @@ def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
 @promise(
     "Resume",
     "activation checkpointing in 0 or 2 to n segments",
-    "loss, gradients, buffers and output are bit-identical (on the CPU, or with `deterministic=true`)",
+    "loss, gradients, buffers, output are bit-identical (on the CPU, or with `deterministic=true`)",
 )
 @without("unet3d.training.checkpointing.checkpoint", with_other_random_numbers, only="group-0.3-None")
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def convolution() -> nn.Conv3d:
 @promise(
     "Resume",
     "stages of one's own that keep something between calls, under checkpointing",
-    "buffers, attributes and global random numbers are put back for backward's second call: bit-identical with "
-    "`spectral_norm`, counters and `RReLU`; what changes within an attribute, a weight or the input is refused by "
-    "name",
+    "buffers, attributes and global random numbers are put back for the second call: bit-identical with "
+    "`spectral_norm`, counters, `RReLU`; changes within an attribute, a weight or the input are refused "
+    "by name",
 )
 @pytest.mark.parametrize(
     "make",
@@ -334,11 +334,10 @@ class Remembering(nn.Module):
 @promise(
     "Resume",
     "a state that is not seen there: in iterators, closures, deeper than one level, written through `.data`",
-    "in the first two passes of a network a few numbers of each operation that backward runs again are compared "
-    "with forward's; where they differ, it is refused with the stage and the operation, before the update. Not "
-    "seen: a state that matters in later passes alone, or in none of these numbers; one that picks a view, or gives "
-    "an array of NumPy, for the last operation of a segment, which is not run again; on a GPU, what differs by less "
-    "than 2 %",
+    "in a network's first two passes a few numbers of each operation that backward runs again are "
+    "compared with forward's; a difference is refused with stage and operation, before the update. Not "
+    "seen: a state that matters later, or in none of these numbers; one that picks a view, or gives a "
+    "NumPy array, for a segment's last operation, which is not run again; on a GPU differences below 2 %",
 )
 @without("unet3d.training.checkpointing.is_compared", no)
 @pytest.mark.parametrize("kind", [Iterating, Closing, Nesting, Decaying, Scaling])
