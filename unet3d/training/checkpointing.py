@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
 from unet3d.base.errors import UserError
 from unet3d.recomputing.state import Observer, only_watches
@@ -76,14 +76,17 @@ def checkpointed(model: nn.Module, image: Tensor, segment_starts: Sequence[int])
     may_end_early = not any(isinstance(module, nn.RReLU) for module in model.modules())
     stages = list(model)
     compares = is_compared(model, image)
-    state: Any = image
+    segments: list[Callable[[Any], Any]] = []
+    for start, end in pairwise(segment_starts):
+        segments.append(Segment(stages[start:end], compares))
+
+    def last_segment(state: Any) -> Any:
+        for stage in stages[segment_starts[-1] :]:  # Backward begins here: these maps stay in memory.
+            state = stage(state)
+        return state
+
     with set_checkpoint_early_stop(may_end_early):
-        for start, end in pairwise(segment_starts):
-            state = checkpoint(Segment(stages[start:end], compares), state, use_reentrant=False)
-    output = state
-    for stage in stages[segment_starts[-1] :]:  # Backward begins here: these maps stay in memory.
-        output = stage(output)
-    return output
+        return checkpoint_sequential([*segments, last_segment], len(segment_starts), image, use_reentrant=False)
 
 
 def is_compared(model: nn.Module, image: Tensor) -> bool:
@@ -105,11 +108,12 @@ class Segment:
         self.stages = stages
         self.compares = compares
         self.first_calls: list[tuple[StageState, Comparison | None]] = []  # of the stages
-        self.random_numbers: tuple[Any, Any] = _random_numbers()
+        self.random_numbers: tuple[Any, Any] | None = None  # before the first call
 
     def __call__(self, state: Any) -> Any:
-        if self.first_calls:
-            return self._call_again(state)
+        if self.random_numbers is not None:
+            return self._call_again(state, self.random_numbers)
+        self.random_numbers = _random_numbers()
         inputs = [(leaf, leaf._version) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         for stage in self.stages:
             before = StageState(stage)
@@ -124,11 +128,11 @@ class Segment:
                 raise UserError(f"ckpt: the stage {type(stage).__name__} {fault}; {advice}")
         return state
 
-    def _call_again(self, state: Any) -> Any:
-        """Return what the first call returned for the same input."""
+    def _call_again(self, state: Any, random_numbers: tuple[Any, Any]) -> Any:
+        """Return what the first call returned for the same input and these random numbers of Python and NumPy."""
         now = _random_numbers()
         try:
-            _draw_from(self.random_numbers)
+            _draw_from(random_numbers)
             for stage, (before, comparison) in zip(self.stages, self.first_calls, strict=True):
                 if comparison is not None:
                     comparison.is_second = True
