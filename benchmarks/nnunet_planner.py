@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unet3d.planning.patches import NnunetPlan, nnunet_plan
+from unet3d.planning.steps import NnunetPlan, nnunet_plan
 
 TARGETS = (8, 24)  # GB
 CASES = 100

@@ -6,7 +6,7 @@ import pytest
 
 from unet3d.model.architecture import Levels, architecture, levels_of, target_spacing
 from unet3d.model.geometry import Triple
-from unet3d.planning.patches import nnunet_plan
+from unet3d.planning.steps import nnunet_plan
 
 
 def test_strides_and_kernels_from_spacing() -> None:

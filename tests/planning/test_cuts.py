@@ -8,9 +8,8 @@ import pytest
 
 from unet3d.base.types import MIB
 from unet3d.config import compose
-from unet3d.planning.draft import Draft
 from unet3d.planning.fingerprint import read_fingerprint
-from unet3d.planning.plan import choose_rotation
+from unet3d.planning.plan import Draft, choose_rotation
 
 CASES = 10
 SIDE = 16

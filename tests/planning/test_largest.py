@@ -1,18 +1,14 @@
 """Series of patches, and the search for the largest that fits, with few steps."""
 
+from functools import cache
 from itertools import pairwise
 from math import prod
 
 import pytest
 
-from unet3d.config import compose
-from unet3d.config.schema import Config
 from unet3d.memory.meter import Peak
 from unet3d.model.geometry import Triple
-from unet3d.planning.patches import LONGEST, padded_by_rules, padded_to, patches_of_network
-from unet3d.planning.steps import Search
-
-FLOAT32 = (False, "none")
+from unet3d.planning.steps import LONGEST, USUAL_BYTES, largest, padded_by_rules, padded_to, patches_of_network
 
 
 def test_cubes_by_nnunets_rules_grow_by_what_their_strides_divide() -> None:
@@ -33,16 +29,15 @@ def test_patches_of_proportions_grow_one_axis_at_a_time() -> None:
 def test_the_answer_fits_and_the_next_was_tried_and_does_not(fixed: int) -> None:
     tried: dict[Triple, int] = {}
 
-    def measure(_: Config, patch: Triple) -> Peak:
-        assert patch not in tried, "a step is simulated once"
+    @cache
+    def measure(patch: Triple) -> Peak:
         tried[patch] = fixed + 11 * prod(patch) + 37 * max(patch)
         return Peak(tried[patch])
 
-    search = Search(compose.compose(["device=cpu"]), measure)
     patches = patches_of_network(padded_to((8, 8, 8)))
     for budget in (10_000, 10**6, 123_456_789, 10**9):
         known = len(tried)
-        patch, larger = search.largest(FLOAT32, patches, budget)
+        patch, larger = largest(measure, patches, budget, USUAL_BYTES)
         assert larger is not None and tried[larger] > budget
         if patch is None:
             assert larger == (16, 16, 16)
@@ -53,7 +48,6 @@ def test_the_answer_fits_and_the_next_was_tried_and_does_not(fixed: int) -> None
 
 
 def test_no_patch_is_longer_than_an_option_may_be() -> None:
-    search = Search(compose.compose(["device=cpu"]), lambda config, patch: Peak(1))
-    patch, larger = search.largest(FLOAT32, patches_of_network(padded_to((512, 512, 512))), 2)
+    patch, larger = largest(lambda patch: Peak(1), patches_of_network(padded_to((512, 512, 512))), 2, USUAL_BYTES)
     assert patch == (LONGEST, LONGEST, LONGEST)
     assert larger is None

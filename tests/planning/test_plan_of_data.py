@@ -27,11 +27,10 @@ from unet3d.data.volume import target_grid
 from unet3d.memory.prediction import preflight
 from unet3d.model import geometry
 from unet3d.planning import steps
-from unet3d.planning.draft import Draft
 from unet3d.planning.fingerprint import read_fingerprint
-from unet3d.planning.patches import sized_patches
-from unet3d.planning.plan import choose_intensity, choose_spacing, like_nnunet, make_plan, seconds_of
-from unet3d.planning.steps import measured_step  # as it is without `quick`
+from unet3d.planning.for_budget import make_plan
+from unet3d.planning.plan import Draft, choose_intensity, choose_spacing, like_nnunet, seconds_of
+from unet3d.planning.steps import measured_step, sized_patches  # as it is without `quick`
 from unet3d.report import report
 from unet3d.run.record import read_run
 from unet3d.run.run_folder import read_memory
@@ -81,7 +80,7 @@ def test_a_plan_fits_its_budget_and_uses_most_of_it_or_says_why(megabytes: int) 
     config, is_large = draft.config, megabytes == 400
     peak = max(draft.promise["peak_bytes"], draft.promise["validation_bytes"])
     assert peak <= megabytes * MIB
-    reason = next(line.reason for line in draft.decisions if line.name == "peak")
+    reason = next(line for line in draft.decisions if line.startswith("peak: "))
     is_explained = "unused" in reason
     assert is_explained == (peak < 0.8 * megabytes * MIB)
     assert is_large or not is_explained
@@ -153,7 +152,7 @@ def test_a_run_takes_the_spacing_that_is_planned(spacings: Sequence[float], reas
     read = replace(fingerprint(SMALL, len(cases)), shapes=[(24, 24, 12)] * len(cases), spacings=cases)
     draft = Draft(config, (), read, MIB, None)
     choose_spacing(draft)
-    assert reason in draft.decisions[-1].reason
+    assert reason in draft.decisions[-1]
     spacing = taken(draft, tmp_path).data.spacing
     for x, y, z in cases:
         stored = nib.Nifti1Image(np.zeros((24, 24, 12), np.uint8), np.diag([x, y, z, 1]))
@@ -172,7 +171,7 @@ def test_a_saturated_foreground_is_planned_with_z_scores(name: str) -> None:
     channels = [channel._replace(name=name, foreground=(1.0, 0.0)) for channel in read.channels]
     draft = Draft(compose.compose(["device=cpu"]), (), replace(read, channels=channels), MIB, None)
     choose_intensity(draft)
-    assert draft.options["data.intensity"] == "zscore" and "one value" in draft.decisions[-1].reason
+    assert draft.options["data.intensity"] == "zscore" and "one value" in draft.decisions[-1]
 
 
 @promise(
@@ -233,7 +232,7 @@ def test_the_time_decides_how_many_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_steps_of_a_device_that_is_not_here_are_unknown() -> None:
     draft = planned(SMALL, 400 * MIB, NARROW, "data.patch=[32,32,32]", "device=cuda")
     assert "step_s" not in draft.promise and draft.promise["reserved_bytes"] > 0
-    assert any("unknown" in line.reason for line in draft.decisions if line.name == "steps")
+    assert any("unknown" in line for line in draft.decisions if line.startswith("steps: "))
 
 
 def test_a_step_that_is_measured_in_place_of_a_long_one_has_maps_to_normalise() -> None:

@@ -50,6 +50,11 @@ def mib(size: float) -> str:
     return f"{size / MIB:,.1f}"
 
 
+def sizes_text(sizes: Sequence[float]) -> str:
+    """Return `32x48x32`."""
+    return "x".join(f"{size:g}" for size in sizes)
+
+
 def percent(part: float, whole: float) -> str:
     """Return a share of `whole` in per cent; "" where `whole` is 0."""
     return f"{part / whole:.1%}" if whole else ""

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ from unet3d.base import process
 from unet3d.base.errors import UserError, escaped, warn
 from unet3d.base.files import write_text
 from unet3d.base.progress import track
-from unet3d.base.types import MIB, Table, budget_bytes, host_bytes, mib
+from unet3d.base.types import MIB, Table, budget_bytes, host_bytes, mib, sizes_text
 from unet3d.cli import lifecycle
 from unet3d.cli.commands import config_with_warnings
 from unet3d.cli.memory import network_keywords, refuse_for_module
@@ -31,8 +32,7 @@ from unet3d.model.geometry import Triple
 
 if TYPE_CHECKING:
     from unet3d.memory.meter import Peak
-    from unet3d.planning.patches import Padding
-    from unet3d.planning.steps import MeasureStep
+    from unet3d.planning.steps import MeasureStep, Padding, Schedule
 
 SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
 SHARE_OF_CARD = 0.9  # of a GPU's
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.is_dir():
         raise UserError(f"{out}: is a folder; -o names a file")
     from unet3d.base.terminal import NARROW, paper, terminal_table
-    from unet3d.planning import fingerprint, plan
+    from unet3d.planning import fingerprint, for_budget, plan
 
     seconds = plan.seconds_of(own["time"]) if "time" in own else None
     budget = _budget(config.budget, config.device)
@@ -106,10 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
         paper(NARROW).print(terminal_table(title, table))
     if like is not None:
         config, given = plan.like_nnunet(config, given, read)
-    draft = plan.make_plan(config, given, read, budget, seconds)
+    draft = for_budget.make_plan(config, given, read, budget, seconds)
     print(f"Plan for {mib(budget)} MiB on {draft.device}")
     for decision in draft.decisions:
-        print(f"  {escaped(str(decision))}")
+        print(f"  {escaped(decision)}")
     write_text(out, draft.as_yaml(shlex.join(["python", "-m", "unet3d", "plan", *arguments.overrides])))
     for line in draft.warnings:
         warn(line)
@@ -182,43 +182,46 @@ def _largest_patches(arguments: argparse.Namespace) -> int:
     with process.loading("torch"):
         from unet3d import build
         from unet3d.base.terminal import WIDE, paper, terminal_table
-        from unet3d.planning.patches import CUBE, patches_of_network
-        from unet3d.planning.steps import SCHEDULES, Search
+        from unet3d.planning.steps import CUBE, SCHEDULES, USUAL_BYTES, by_schedule, largest, patches_of_network
 
     device = build.device_type(config)
     forms = FORMS[device]
     measure, padded, about = _of_module(arguments, config) if arguments.module else _of_config(arguments, config)
-    search = Search(config, measure)
+
+    @cache
+    def step(schedule: "Schedule", limit: int | None, patch: Triple) -> "Peak":
+        amp, recompute = schedule
+        return measure(by_schedule(replace(config, amp=amp), recompute, limit), patch)
+
     rows = []
     if peak_of is not None:
         if padded(peak_of) != peak_of:
-            raise UserError(f"--peak-of {shown(peak_of)}: the network takes {shown(padded(peak_of))}, say")
-        peak = search.needs(PLAIN_IN_HALF, peak_of, 0)
+            raise UserError(f"--peak-of {sizes_text(peak_of)}: the network takes {sizes_text(padded(peak_of))}, say")
+        peak = step(PLAIN_IN_HALF, None, peak_of)
         budgets = [peak.limited]
-        rows.append(["", _words(config, PLAIN_IN_HALF), shown(peak_of), "1.00x", *_sizes(peak, forms), "", ""])
+        rows.append(["", _words(config, PLAIN_IN_HALF), sizes_text(peak_of), "1.00x", *_sizes(peak, forms), "", ""])
     series = [] if proportions == CUBE else [patches_of_network(padded)]
     if proportions is not None:
         series.append(patches_of_network(padded, proportions))
     asked = config.recompute
     schedules = [way for way in SCHEDULES if asked in ("none", way[1]) and (asked == "auto" or way[1] != "auto")]
     for patches, budget, schedule in track(list(product(series, budgets, schedules)), "largest patches"):
-        patch, larger = search.largest(schedule, patches, budget)
-        row = [rounded(budget), _words(config, schedule)]
-        if patch is None:
-            row += ["none", "", *("" for _ in forms)]
-        else:
+        needs = partial(step, schedule, budget if schedule[1] == "auto" else None)
+        patch, larger = largest(needs, patches, budget, USUAL_BYTES * SCHEDULES[schedule] * config.batch)
+        cells = ["none", "", *("" for _ in forms)]
+        if patch is not None:
             voxels = f"{prod(patch) / prod(peak_of):.2f}x" if peak_of else f"{prod(patch):,}"
-            row += [shown(patch), voxels, *_sizes(search.needs(schedule, patch, budget), forms)]
+            cells = [sizes_text(patch), voxels, *_sizes(needs(patch), forms)]
         after = ["too long", ""]
         if larger is not None:
-            after = [shown(larger), mib(search.needs(schedule, larger, budget).limited)]
-        rows.append([*row, *after])
+            after = [sizes_text(larger), mib(needs(larger).limited)]
+        rows.append([rounded(budget), _words(config, schedule), *cells, *after])
     print(escaped(f"{about}; batch {config.batch}, on {device}"))
     compared = COMPARED[device]
     table = Table(["budget", "schedule", "largest", "voxels", *forms, "next", compared], rows)
     paper(WIDE).print(terminal_table("Largest patch, predicted peak of a step (MiB)", table))
-    simulated = f"{len(search.peaks)} steps simulated"
-    print(f"By bytes {compared}, each patch fits and the next larger one does not: {simulated}.")
+    simulated = step.cache_info().currsize
+    print(f"By bytes {compared}, each patch fits and the next larger one does not: {simulated} steps simulated.")
     return 0
 
 
@@ -227,11 +230,6 @@ def rounded(size: int) -> str:
     unit = next((unit for unit, bytes_of_one in UNITS.items() if size >= bytes_of_one), "KiB")
     number = f"{size / UNITS[unit]:.2f}"
     return f"{number.rstrip('0').rstrip('.')} {unit}"
-
-
-def shown(patch: Sequence[int]) -> str:
-    """Return 160x192x160."""
-    return "x".join(map(str, patch))
 
 
 def _words(config: Config, schedule: tuple[bool, str]) -> str:
@@ -284,8 +282,7 @@ def _of_config(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureS
     """
     from unet3d import build
     from unet3d.model.architecture import levels_of
-    from unet3d.planning.patches import VOXEL, padded_by_rules, padded_to
-    from unet3d.planning.steps import measure_config
+    from unet3d.planning.steps import VOXEL, measure_config, padded_by_rules, padded_to
 
     def by_rules(patch: Triple) -> Model:
         levels = levels_of(VOXEL, patch)
@@ -306,7 +303,7 @@ def _of_module(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureS
     """Return the measure of steps of any network, which patches are tried, and a line about it. Raises UserError."""
     from unet3d.memory.any_network import OwnNetwork
     from unet3d.memory.meter import peak_of
-    from unet3d.planning.patches import padded_to
+    from unet3d.planning.steps import padded_to
 
     own = OwnNetwork(arguments.module, network_keywords(arguments.args))
 

@@ -1,6 +1,6 @@
-"""Decisions that follow from the budget, each with its reason: precision, widths, patch, batch, and schedule."""
+"""The whole plan, and its decisions that follow from the budget: precision, widths, patch, batch, and schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -12,22 +12,32 @@ import torch
 from unet3d.base.errors import UserError
 from unet3d.base.fit import fit
 from unet3d.base.progress import counting, duration
-from unet3d.base.types import mib, percent
+from unet3d.base.types import mib, percent, sizes_text
 from unet3d.config import rules
 from unet3d.config.schema import Config
 from unet3d.model import half_precision
 from unet3d.model.architecture import LEAST_LENGTH, Levels
-from unet3d.planning import steps
-from unet3d.planning.draft import Draft, changed, sizes_text, with_options
-from unet3d.planning.patches import LONGEST, MOST_LEVELS, SizedPatch, level_options, sized_patches
-from unet3d.planning.steps import Step, by_schedule, predicted_step, state_bytes
+from unet3d.planning import plan, steps
+from unet3d.planning.fingerprint import Fingerprint
+from unet3d.planning.plan import Draft, changed, with_options
+from unet3d.planning.steps import (
+    LEAST_BATCH,
+    LONGEST,
+    MOST_LEVELS,
+    SizedPatch,
+    Step,
+    by_schedule,
+    level_options,
+    predicted_step,
+    sized_patches,
+    state_bytes,
+)
 
 FIRST_WIDTHS = (32, 24, 16, 8)  # Channels of the first level, in order of preference.
 FIRST_ON_CPU = 16  # Without a time.
 MOST_WIDTH = 10  # Times the first width: 320 for 32.
 STATE_SHARE = 0.25  # Of the budget, at most for weights, gradients and the optimizer's state.
 BATCHES = {"cpu": 4, "cuda": 16}  # Patches a step at most: on a CPU more steps are worth more.
-LEAST_BATCH = 2  # Patches a step: their variety is worth more than a larger patch.
 SHARE_OF_DATA = 0.05  # Of all voxels, that a batch has at most.
 LEAST_STEPS = 900  # In the given time, before patch and batch grow and the network is made wider.
 SLOWER_BY_AMP = 1.1  # Times float32's time, at most, for half the bytes of activations.
@@ -35,6 +45,31 @@ LEAN_OF_TILES = 1.15  # Bytes of a step with recompute=lean, at least, for each 
 SHARE_BY_TILES = 0.25  # First guess of the bytes a voxel that recompute=tiles leaves of the plain step's.
 LARGE_PART = 0.8  # Of the budget: where less is used, a line says why.
 WEIGHTS = "a quarter of the budget does not hold weights, gradients and the optimizer's state"
+
+
+def make_plan(
+    config: Config,
+    given: Collection[str],
+    fingerprint: Fingerprint,
+    budget: int,
+    seconds: float | None = None,
+) -> Draft:
+    """Return the plan of a run in `budget` bytes and, if given, so many seconds; `given` options stay as they are.
+
+    Raises UserError where no patch fits.
+    """
+    model = replace(config.model, **fingerprint.model)
+    draft = Draft(replace(config, model=model), given, fingerprint, budget, seconds)
+    draft.set("model.activation", "leaky_relu")
+    plan.choose_spacing(draft)
+    plan.choose_intensity(draft)
+    plan.choose_mirrors(draft)
+    plan.choose_rotation(draft)
+    choose_precision(draft)
+    choose_step(draft)
+    plan.choose_steps(draft)
+    plan.choose_rate(draft)
+    return draft
 
 
 def choose_precision(draft: Draft) -> None:
@@ -198,7 +233,7 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
     if plain.limited <= draft.budget:
         return plain, sizes[0]
     state, _ = state_bytes(plain.config)
-    of_patch = SHARE_BY_TILES * (plain.needs.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
+    of_patch = SHARE_BY_TILES * (plain.step.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
     size = _largest(draft, sizes, by_tiles, lambda size: state + of_patch * size.voxels / sizes[0].voxels)
     configs = [at_once(size), in_parts(size)] if size == sizes[0] else [in_parts(size)]
     return _cheapest(configs, draft.budget), size
@@ -237,7 +272,7 @@ def _cheapest(configs: Sequence[Config], budget: int) -> Step:
     ways = [by_schedule(config, plan, limit) for config in configs for plan, limit in plans.items()]
 
     def measure(way: Config) -> float:
-        if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).needs.limited * LEAN_OF_TILES > budget:
+        if way.recompute == "lean" and predicted_step(by_schedule(way, "tiles")).step.limited * LEAN_OF_TILES > budget:
             return inf
         return predicted_step(way).limited
 
@@ -357,7 +392,7 @@ def _decide_schedule(draft: Draft, step: Step) -> None:
         draft.decide("schedule", "recompute=none", reason, "recompute=lean, in less memory")
         return
     schedule = f"recompute={config.recompute}" if config.recompute != "none" else f"ckpt={config.ckpt}"
-    work = f"{step.work:.1%} more multiplications than the plain step"
+    work = f"{step.repeated:.1%} more multiplications than the plain step"
     if draft.is_given("recompute", "ckpt"):
         draft.decide("schedule", schedule, f"as given: {work}")
     else:
@@ -368,10 +403,10 @@ def _decide_schedule(draft: Draft, step: Step) -> None:
 def _promise(draft: Draft, step: Step, unused: str) -> None:
     """Add the line of the peak, and what the plan promises of it; `unused`: why more of the budget is not used."""
     kind = "reserved by the allocator" if draft.device == "cuda" else "tensors"
-    sizes = f"a step {mib(step.needs.limited)}, a validation window {mib(step.validation_bytes)} MiB"
+    sizes = f"a step {mib(step.step.limited)}, a validation window {mib(step.validation_bytes)} MiB"
     reason = f"{sizes} ({kind}, predicted): {percent(step.limited, draft.budget)} of {mib(draft.budget)} MiB"
     if step.limited < LARGE_PART * draft.budget:
         reason += f"; {mib(draft.budget - step.limited)} MiB stay unused: {unused}"
     draft.decide("peak", f"{mib(step.limited)} MiB", reason)
-    draft.promise |= {"device": draft.device, "peak_bytes": step.needs.tensors, **step.needs.of_allocator}
+    draft.promise |= {"device": draft.device, "peak_bytes": step.step.tensors, **step.step.of_allocator}
     draft.promise["validation_bytes"] = step.validation_bytes

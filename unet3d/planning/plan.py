@@ -1,27 +1,29 @@
-"""A plan from a data set's fingerprint, a budget and a time: what follows from the data or the time is decided here."""
+"""A plan in the making, its file, and what follows from a data set's fingerprint or from the time."""
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, prod
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
 
-from unet3d.base.errors import UserError
+from unet3d import build
+from unet3d.base.errors import UserError, escaped
 from unet3d.base.progress import duration
+from unet3d.base.types import sizes_text
 from unet3d.config.schema import Config
 from unet3d.data.nifti import MAX_VOXELS
 from unet3d.data.volume import MAX_GROWTH
-from unet3d.model.architecture import COARSE, FINER_PERCENTILE, median_shape, target_spacing
-from unet3d.planning.draft import Draft, sizes_text, with_options
+from unet3d.model.architecture import COARSE, FINER_PERCENTILE, Spacing, median_shape, target_spacing
 from unet3d.planning.fingerprint import Fingerprint
-from unet3d.planning.for_budget import choose_precision, choose_step
-from unet3d.planning.patches import level_options, nnunet_plan
-from unet3d.planning.steps import is_here, step_time
+from unet3d.planning.steps import is_here, level_options, nnunet_plan, step_time
 from unet3d.training.inference import even_corners
 
-ACTIVATION = "leaky_relu"
 SPACING_VARIATION = 1.1  # Ratio of the spacings of cases from which on they are resampled.
 FINER = 0.99  # Times the median: an axis below it has another percentile, and is not just rounded.
 COARSER = 1.05  # Times the spacing, at once, while a run would refuse it.
@@ -37,29 +39,80 @@ UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 AXES = ("x (left-right)", "y (back-front)", "z (down-up)")
 
 
-def make_plan(
-    config: Config,
-    given: Collection[str],
-    fingerprint: Fingerprint,
-    budget: int,
-    seconds: float | None = None,
-) -> Draft:
-    """Return the plan of a run in `budget` bytes and, if given, so many seconds; `given` options stay as they are.
+@dataclass
+class Draft:
+    """Decisions so far, and what they follow from."""
 
-    Raises UserError where no patch fits.
-    """
-    model = replace(config.model, **fingerprint.model)
-    draft = Draft(replace(config, model=model), given, fingerprint, budget, seconds)
-    draft.set("model.activation", ACTIVATION)
-    choose_spacing(draft)
-    choose_intensity(draft)
-    choose_mirrors(draft)
-    choose_rotation(draft)
-    choose_precision(draft)
-    choose_step(draft)
-    choose_steps(draft)
-    choose_rate(draft)
-    return draft
+    config: Config  # Of the run, as far as it is decided; its model has channels and classes.
+    given: Collection[str]  # Options of the command line, which stay as they are.
+    fingerprint: Fingerprint
+    budget: int  # Bytes.
+    seconds: float | None  # That the run may take.
+    options: dict[str, Any] = field(default_factory=dict)  # That the plan sets, by dotted name.
+    promise: dict[str, Any] = field(default_factory=dict)  # What is predicted of the run.
+    decisions: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # Of what the budget or the time left undone.
+
+    @property
+    def device(self) -> str:
+        """Return the type of device that the run is for, cpu or cuda."""
+        return build.device_type(self.config)
+
+    @property
+    def spacing(self) -> Spacing:
+        """Return the spacing (mm) that the network sees, of the median case where it is as stored."""
+        if self.config.data.spacing is None:
+            return target_spacing(self.fingerprint.shapes, self.fingerprint.spacings)
+        x, y, z = self.config.data.spacing
+        return x, y, z
+
+    @property
+    def shape(self) -> Spacing:
+        """Return the median shape (voxels) that the network sees."""
+        return median_shape(self.fingerprint.shapes, self.fingerprint.spacings, self.spacing)
+
+    def decide(self, name: str, choice: str, reason: str, instead: str = "") -> None:
+        """Add a line; `instead`: the next best choice, "" without one."""
+        next_best = f"; next best: {instead}" if instead else ""
+        self.decisions.append(f"{name}: {choice}: {reason}{next_best}")
+
+    def is_given(self, *names: str) -> bool:
+        """Return whether the command line sets one of these options."""
+        return any(name in self.given for name in names)
+
+    def set(self, name: str, value: Any) -> None:
+        """Set an option, of the config and of the plan, unless the command line does."""
+        if name in self.given:
+            return
+        self.options[name] = value
+        self.config = changed(self.config, name, value)
+
+    def as_yaml(self, command: str) -> str:
+        """Return the plan's file: what the command line gave, what was decided, and what is promised."""
+        given = {name: attrgetter(name)(self.config) for name in sorted(self.given)}
+        options = OmegaConf.create()
+        for name, value in {**given, **self.options}.items():
+            OmegaConf.update(options, name, value)
+        content = {"options": OmegaConf.to_container(options), "promise": self.promise}
+        text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
+        reasons = [f"# {escaped(decision)}" for decision in self.decisions]
+        return "\n".join([f"# Written by: {escaped(command)}", *reasons, text])
+
+
+def with_options(config: Config, options: Mapping[str, Any], given: Collection[str]) -> Config:
+    """Return the config with other values of options, by their dotted names, but for those that are given."""
+    for name, value in options.items():
+        if name not in given:
+            config = changed(config, name, value)
+    return config
+
+
+def changed(node: Any, name: str, value: Any) -> Any:
+    """Return a config, or a group of its options, with another value of one option by its dotted name."""
+    head, _, rest = name.partition(".")
+    if not rest:
+        return replace(node, **{head: value})
+    return replace(node, **{head: changed(getattr(node, head), rest, value)})
 
 
 def like_nnunet(config: Config, given: Collection[str], fingerprint: Fingerprint) -> tuple[Config, set[str]]:
