@@ -26,7 +26,7 @@ from unet3d.base.errors import UserError
 from unet3d.config import compose, rules
 from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
-from unet3d.memory.simulate import BatchInTransit, fake_batch, fake_learner, take_weights_together
+from unet3d.memory.simulate import BatchInTransit, fake_batch, make_learner, take_weights_together
 from unet3d.memory.technique import choose_technique
 from unet3d.recomputing.state import Observer
 from unet3d.training.step import train_step
@@ -264,7 +264,7 @@ def counted(config: Config) -> Counts:
     """Return what the third step of a run on CUDA asks of the device. The model's options leave nothing open."""
     technique = choose_technique(config, config.model)
     with torch.random.fork_rng([]), fake_mode("cuda"):
-        learner = fake_learner(config, config.model, technique)
+        learner = make_learner(config, config.model, technique)
         take_weights_together(learner.optimizer)
         for _ in range(STEPS):
             micro_batches = [fake_batch(config, config.model, torch.float32) for _ in range(config.accumulate)]

@@ -17,7 +17,7 @@ from unet3d.config.schema import options_with
 SHAPE = re.compile(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){2,4}")  # N, C, and one to three lengths
 BELOW = "--below "
 EXAMPLE = "such as '{\"in_channels\": 1}'"
-FLAGS = {  # that each question takes
+FLAGS = {  # Those that each question takes.
     "fit": "",
     "one config": "--out --half --depth",
     "one config with --below": "--below --half --depth --json",
@@ -37,14 +37,25 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     is_fit = overrides[:1] == ["fit"]
     jobs = compose.sweep(overrides[is_fit:])
-    _refuse_flags(arguments, _question(arguments, is_fit, len(jobs) > 1))
+    _refuse_flags(arguments, is_fit, len(jobs) > 1)
     if arguments.module is not None:
         return _explain_module(arguments, jobs)
-    _refuse_all(jobs)
-    if arguments.below is not None:
-        return _check(arguments, jobs[0])
+    configs = []
+    reasons = []
+    for job in jobs:  # One that makes no sense is skipped; where none makes sense, that is told before torch loads.
+        try:
+            configs.append(config_with_warnings(job))
+        except UserError as error:
+            reasons.append(str(error))
+    if not configs:
+        raise UserError("; ".join(dict.fromkeys(reasons)))
+    if arguments.below is not None and configs[0].budget is not None and configs[0].recompute != "auto":
+        raise UserError("--below is the limit; remove budget=, or add recompute=auto")
     from unet3d.cli import memory_answers
 
+    if arguments.below is not None:
+        predict = partial(memory_answers.estimated, jobs[0], arguments.half)
+        return memory_answers.print_check(predict, configs[0], arguments)
     if is_fit:
         memory_answers.print_fit(jobs[0])
     elif arguments.curves:
@@ -56,20 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _question(arguments: argparse.Namespace, is_fit: bool, are_several: bool) -> str:
-    """Return which question of FLAGS is asked."""
-    if is_fit:
-        return "fit"
-    if arguments.curves and arguments.module is None:
-        return "--curves"
-    way = "one config" if arguments.module is None else "--module"
-    if are_several:
-        return "several configs (commas)" if arguments.module is None else f"{way} with several configs (commas)"
-    return way if arguments.below is None else f"{way} with --below"
-
-
-def _refuse_flags(arguments: argparse.Namespace, question: str) -> None:
+def _refuse_flags(arguments: argparse.Namespace, is_fit: bool, are_several: bool) -> None:
     """Raise UserError for a flag that the question does not take, and for a value of one that cannot be."""
+    several = "several configs (commas)"
+    question = "one config" if arguments.module is None else "--module"
+    if is_fit:
+        question = "fit"
+    elif arguments.curves and arguments.module is None:
+        question = "--curves"
+    elif are_several:
+        question = several if arguments.module is None else f"--module with {several}"
+    elif arguments.below is not None:
+        question = f"{question} with --below"
     for flag in sorted({flag for taken in FLAGS.values() for flag in taken.split()} - {*FLAGS[question].split()}):
         if getattr(arguments, flag[2:]) not in (None, False):
             takers = [asked for asked, taken in FLAGS.items() if flag in taken.split()]
@@ -83,29 +92,6 @@ def _refuse_flags(arguments: argparse.Namespace, question: str) -> None:
     out: Path | None = arguments.out
     if out is not None and ((out / "STATUS").exists() or (out / "metrics.jsonl").exists()):
         raise UserError(f"{out}: holds a run, whose memory.json would be replaced; -o needs a folder of its own")
-
-
-def _refuse_all(jobs: Sequence[Sequence[str]]) -> None:
-    """Raise UserError, before torch loads, where none of these configs makes sense; one that does not is skipped."""
-    reasons = []
-    for job in jobs:
-        try:
-            config_with_warnings(job)
-        except UserError as error:
-            reasons.append(str(error))
-    if len(reasons) == len(jobs):
-        raise UserError("; ".join(dict.fromkeys(reasons)))
-
-
-def _check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print whether a config stays within a limit. Return the exit code. Raises UserError."""
-    config = compose.compose(overrides)
-    if config.budget is not None and config.recompute != "auto":
-        raise UserError("--below is the limit; remove budget=, or add recompute=auto")
-    from unet3d.cli import memory_answers
-
-    predict = partial(memory_answers.estimated, overrides, arguments.half)
-    return memory_answers.print_check(predict, config, arguments)
 
 
 def _explain_module(arguments: argparse.Namespace, jobs: Sequence[Sequence[str]]) -> int:

@@ -83,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     composed = compose.compose_tree(overrides)
     given = _given(composed)
     config = _config(composed, given)
-    for name in ("model.kernels", "model.strides"):
-        if getattr(config.model, name.removeprefix("model.")) == "auto":
-            given.discard(name)
+    given -= {f"model.{name}" for name in ("kernels", "strides") if getattr(config.model, name) == "auto"}
     unkept = sorted(given - options_with("kept").keys())
     if unkept:
         raise UserError(f"{unkept[0]}: a plan does not keep this; give it to train.py")
@@ -286,8 +284,7 @@ def _of_config(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureS
 
     def by_rules(patch: Triple) -> Model:
         levels = levels_of(VOXEL, patch)
-        kernels = [list(kernel) for kernel in levels.kernels]
-        strides = [list(stride) for stride in levels.strides]
+        kernels, strides = (list(map(list, sizes)) for sizes in levels)
         return replace(config.model, features=levels.features, kernels=kernels, strides=strides)
 
     if arguments.network == NNUNET:

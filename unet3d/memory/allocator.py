@@ -62,31 +62,23 @@ def read_settings(environment: Mapping[str, str]) -> tuple[Settings, list[str]]:
     settings = Settings()
     left_out = []
     for part in parts:
+        key, _, value = part.partition(":")
         try:
-            settings = _with_setting(settings, part)
+            if key == "expandable_segments":
+                settings = settings._replace(expandable={"False": False, "True": True}[value])
+            elif key == "roundup_power2_divisions":
+                settings = settings._replace(divisions=_divisions(value))
+            elif part != "backend:native":
+                least = {"large_segment_size_mb": OWN_SEGMENT + 1, "max_split_size_mb": settings.large_segment}[key]
+                size = int(value) * MIB
+                if size < least:
+                    raise ValueError(part)  # Torch takes no less.
+                is_segment = key.startswith("large")
+                settings = settings._replace(large_segment=size) if is_segment else settings._replace(max_split=size)
         except (KeyError, ValueError):
             left_out.append(part)
-    if not left_out:
-        return settings, []
-    return settings, [f"{name}: the replay leaves out {', '.join(left_out)}: malformed or not modelled"]
-
-
-def _with_setting(settings: Settings, part: str) -> Settings:
-    """Return the settings with one more, `key:value`. KeyError or ValueError for what the replay leaves out."""
-    if part == "backend:native":
-        return settings
-    key, _, value = part.partition(":")
-    if key == "expandable_segments":
-        return settings._replace(expandable={"False": False, "True": True}[value])
-    if key == "roundup_power2_divisions":
-        return settings._replace(divisions=_divisions(value))
-    least = {"large_segment_size_mb": OWN_SEGMENT + 1, "max_split_size_mb": settings.large_segment}[key]
-    size = int(value) * MIB
-    if size < least:  # torch takes no less
-        raise ValueError(part)
-    if key == "max_split_size_mb":
-        return settings._replace(max_split=size)
-    return settings._replace(large_segment=size)
+    line = f"{name}: the replay leaves out {', '.join(left_out)}: malformed or not modelled"
+    return settings, [line] if left_out else []
 
 
 def _divisions(text: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import dtype_to_type
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.modules import batchnorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,8 +95,9 @@ class _Corrections(TorchDispatchMode):
                 raise unknown(place or "", error) from error
             if place is None:
                 return 1
-            self._note(place)
-            return _zero(args[0].dtype)
+            if place and place not in self.guesses and len(self.guesses) < MOST_GUESSES:
+                self.guesses.append(place)
+            return dtype_to_type(args[0].dtype)()  # 0 as a number of Python
         if func is RECURRENT_LAYER and LSTM not in self.guesses:  # its workspace has 0 bytes
             self.guesses.append(LSTM)
         if func is CONVOLUTION and self._device_type == "cpu":
@@ -103,11 +105,6 @@ class _Corrections(TorchDispatchMode):
         if func.is_view:
             _copy_for_slices(torch._C._current_autograd_node())
         return result
-
-    def _note(self, place: str) -> None:
-        """Add to the guesses that code at a place reads a number."""
-        if place and place not in self.guesses and len(self.guesses) < MOST_GUESSES:
-            self.guesses.append(place)
 
 
 class _Ranges:
@@ -141,15 +138,6 @@ class _Ranges:
 
     def _note(self, tensor: Tensor, value: Any) -> None:
         self._values[tensor] = (value, tensor._version)
-
-
-def _zero(dtype: torch.dtype) -> complex:
-    """Return 0 as a number of Python that `.item()` gives for a type."""
-    if dtype == torch.bool:
-        return False
-    if dtype.is_complex:
-        return 0j
-    return 0.0 if dtype.is_floating_point else 0
 
 
 def _asking(frame: FrameType | None) -> str | None:

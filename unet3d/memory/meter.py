@@ -15,7 +15,7 @@ from torch import Tensor, default_generator, nn
 from torch._prims_common import suggest_memory_format
 
 from unet3d.memory.allocator import EMPTY_CACHE, Settings, read_settings, replay
-from unet3d.memory.breakdown import PhaseBytes, first_and_steady, layer_names, summarise_ledger
+from unet3d.memory.breakdown import first_and_steady, layer_names, summarise_ledger
 from unet3d.memory.ledger import Ledger, ModuleScope, ModuleTracker, most_held
 from unet3d.recomputing import workspaces
 from unet3d.recomputing.workspaces import CONVOLUTION, CONVOLUTION_BACKWARD
@@ -322,7 +322,12 @@ class CudaMeter(LedgerMeter):
     def mark(self, phase: str) -> None:
         stats = self.ledger.counters()
         if self.is_observed and self.steps >= MEASURED_STEPS:
-            self._begin_unobserved(stats)
+            # The first step without the ledger forgets the peaks of those with it, and frees what they cached.
+            torch.cuda.empty_cache()
+            self.is_observed = False
+            self._steps = [{}]
+            self._earlier_retries = stats["num_alloc_retries"]
+            self.highest = dict.fromkeys(self.highest, 0)
         self.retries = stats["num_alloc_retries"] - self._earlier_retries
         if self._phase in PHASES:  # validation and whatever else runs between steps is not in the step's peak
             earlier = self._peaks.get(self._phase, 0)
@@ -333,7 +338,9 @@ class CudaMeter(LedgerMeter):
         self._phase = phase
         super().mark(phase)
         if phase == "end":
-            self._end_step()
+            later = self._steps[1] if len(self._steps) > 1 else {}
+            self._steps[1:] = [{name: max(peak, later.get(name, 0)) for name, peak in self._peaks.items()}]
+            self._peaks = {}
 
     def summary(self) -> dict[str, Any]:
         """Return the allocator's figures under the keys of `LedgerMeter.summary`, which is under "ledger".
@@ -342,7 +349,10 @@ class CudaMeter(LedgerMeter):
         bytes minus bytes of tensors, by layer and phase of the observed steps.
         """
         free, total = torch.cuda.mem_get_info(self.device)
-        phases = self._phases()
+        if self.is_observed:
+            phases = first_and_steady(self._steps)
+        else:
+            phases = {name: {"steady": peak} for name, peak in self._steps[-1].items()}
         peaks = [peak for phase in phases.values() for peak in phase.values()]
         summary: dict[str, Any] = {
             "peak_bytes": max(peaks, default=0),
@@ -360,22 +370,3 @@ class CudaMeter(LedgerMeter):
 
     def _new_ledger(self) -> CudaLedger:
         return CudaLedger(self.tracker.scope, self.device)
-
-    def _begin_unobserved(self, stats: dict[str, Any]) -> None:
-        """Begin the first step without the ledger: forget the peaks of those with it, and free what they cached."""
-        torch.cuda.empty_cache()
-        self.is_observed = False
-        self._steps = [{}]
-        self._earlier_retries = stats["num_alloc_retries"]
-        self.highest = dict.fromkeys(self.highest, 0)
-
-    def _end_step(self) -> None:
-        later = self._steps[1] if len(self._steps) > 1 else {}
-        highest = {name: max(peak, later.get(name, 0)) for name, peak in self._peaks.items()}
-        self._steps[1:] = [highest]
-        self._peaks = {}
-
-    def _phases(self) -> PhaseBytes:
-        if self.is_observed:
-            return first_and_steady(self._steps)
-        return {name: {"steady": peak} for name, peak in self._steps[-1].items()}

@@ -28,6 +28,7 @@ from unet3d.training.switches import switched
 from unet3d.training.trainer import Learner
 
 Watch = Callable[[nn.Module, Ledger], None]  # may add hooks to a network before its first step
+CPU = torch.device("cpu")
 P = ParamSpec("P")
 R = TypeVar("R")
 memo: dict[tuple[Callable, str], Any] = {}  # results of all memoized functions
@@ -47,7 +48,7 @@ def simulate(
     """
     target = build.device_type(config)
     with torch.random.fork_rng([]), switched(config.cuda, config.deterministic), fake_mode(target) as guesses:
-        learner = fake_learner(config, model_config, technique, dtype)
+        learner = make_learner(config, model_config, technique, dtype)
 
         def make() -> list[Batch]:
             return [fake_batch(config, model_config, dtype) for _ in range(config.accumulate)]
@@ -64,19 +65,19 @@ def simulate(
         return meter
 
 
-def fake_learner(
+def make_learner(
     config: Config,
     model_config: Model,
     technique: Technique = PLAIN,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> Learner:
-    """Return what a step of the run needs, within `fake_mode`, with weights of a type."""
+    """Return what a step of the run needs, with weights of a type; within `fake_mode` they are fake."""
     assert model_config.classes is not None
-    model = fake_model(config, model_config, dtype)
-    loss = build.loss(config, model_config.classes, regions=model_config.output_regions)
-    policy = build.policy(config, "cpu", technique)
-    optimizer = optim.optimizer(config.optim, model)
-    return Learner(model, loss, optimizer, policy.scaler(), policy)
+    model = fake_model(config, model_config, dtype).to(device).train()
+    loss = build.loss(config, model_config.classes, device, model_config.output_regions)
+    policy = build.policy(config, device.type, technique)
+    return Learner(model, loss, optim.optimizer(config.optim, model), policy.scaler(), policy)
 
 
 def fake_steps(
@@ -196,7 +197,7 @@ def validation_peak(
 def refuse_large_window(predictor: Predictor, path: Path) -> None:
     """Raise UserError where windows of the checkpoint at `path` would need more than all memory of the device."""
     device = next(predictor.models[0].parameters()).device
-    needed = most_held(_predicted(predictor).requests())
+    needed = _most(predictor)
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
     if needed <= memory:
         return
@@ -220,16 +221,21 @@ def fitted(predictor: Predictor, free: float = math.inf) -> Predictor:
     weights = sum(parameter.nbytes for model in predictor.models for parameter in model.parameters())
     device = next(predictor.models[0].parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        needed = most_held(_predicted(predictor).requests()) - weights
+        needed = _most(predictor) - weights
         while needed > free and predictor.batch > 1:
             predictor = replace(predictor, batch=predictor.batch // 2)
-            needed = most_held(_predicted(predictor).requests()) - weights
+            needed = _most(predictor) - weights
     return replace(predictor, window_bytes=needed)
 
 
 def largest_map(predictor: Predictor) -> int:
     """Return the elements of the largest map that the predictor's windows make."""
     return _predicted(predictor).largest_map()
+
+
+def _most(predictor: Predictor) -> int:
+    """Return the most bytes of weights and windows, with workspaces."""
+    return most_held(_predicted(predictor).requests())
 
 
 def _predicted(predictor: Predictor) -> Ledger:

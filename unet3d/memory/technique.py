@@ -61,9 +61,6 @@ def choose_technique(
     assert program.sizes is not None
     state = len(optim.state_names(config.optim) - {"step"}) * sum(program.sizes.of_weights)
 
-    def measure(technique: Technique) -> int:
-        return step_peak(config, model_config, technique).limited
-
     def guess(technique: Technique) -> int:
         assert technique.program is not None
         return technique.program.peak_bytes + state
@@ -73,7 +70,7 @@ def choose_technique(
     elif step_peak(replace(config, recompute="none"), model_config).limited <= budget:
         return PLAIN
     else:
-        number = fit(techniques, measure, budget, guess)
+        number = fit(techniques, lambda way: step_peak(config, model_config, way).limited, budget, guess)
     return techniques[-1 if number is None else number]
 
 
@@ -216,14 +213,14 @@ class StageProfile:
         alive = ledger.alive_bytes()
         spans = {phase: range(start, end) for phase, start, end in last_step(ledger)}
         most = Counter[tuple[str, str]]()  # phase and stage -> most alive at its allocations
-        begins: dict[tuple[str, str], int] = {}  # -> the first of these events
+        begins: dict[tuple[str, str], int] = {}  # -> alive before the first of these
         for phase, events in spans.items():
             for event in events:
                 index, change = ledger.events[event]
                 stage = stage_of(ledger.storages[index].scope.module)
                 place = phase, stage if stage in inputs else OUTSIDE
                 if change > 0:
-                    begins.setdefault(place, event)
+                    begins.setdefault(place, alive[event])
                     most[place] = max(most[place], alive[event + 1])
         forward = spans["forward"]
         flops = Counter[str]()
@@ -239,11 +236,10 @@ class StageProfile:
         self.forward = [most["forward", stage] for stage in inputs]  # most alive while stage i runs forward
         self.backward = [most["backward", stage] for stage in inputs]  # most alive while stage i runs backward
         # Alive as stage i starts backward, minus the initial bytes and what stages 0 to i saved.
-        self.waiting = [0 for _ in inputs]
-        for number, stage in enumerate(inputs):
-            if ("backward", stage) in begins:
-                before = alive[forward.start] + self.saved[number + 1]
-                self.waiting[number] = alive[begins["backward", stage]] - before
+        self.waiting = []
+        for stage, saved_until in zip(inputs, self.saved[1:], strict=True):
+            before = alive[forward.start] + saved_until
+            self.waiting.append(begins.get(("backward", stage), before) - before)
         highest = {phase: max(alive[events.start : events.stop + 1]) for phase, events in spans.items()}
         # Most alive in the loss, and in backward outside of all stages; in the optimizer's step and as data arrive.
         self.outside = max(highest["loss"], most["forward", OUTSIDE], most["backward", OUTSIDE])
@@ -267,8 +263,7 @@ def profile_stages(config: Config, model_config: Model) -> StageProfile:
                 stage.register_forward_pre_hook(partial(note_inputs, name, ledger))
 
     def note_inputs(name: str, ledger: Ledger, stage: nn.Module, state: Any) -> None:
-        maps = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-        inputs[name] = frozenset(map(ledger.index, maps))
+        inputs[name] = frozenset(ledger.index(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
 
     return StageProfile(simulate(config, model_config, watch=watch, steps=STEPS_FOR_PEAK).ledger, inputs)
 

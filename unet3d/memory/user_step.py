@@ -229,13 +229,11 @@ def batch_of(
         raise UserError(f"example: give an image N C D H W, or its shape, such as (1, 1, 96, 96, 96), not {shape}")
     if not isinstance(example, Tensor):
         example = torch.randn(shape, dtype=dtype, device=device)
-    elif device is None:
-        example = torch.empty(shape, dtype=example.dtype)
     if label is None:
         label = torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
-    elif device is None:
-        label = torch.zeros(label.shape, dtype=label.dtype)
-    return Batch(example.to(device or "cpu"), label.to(device or "cpu"))
+    if device is None:
+        return Batch(torch.empty(shape, dtype=dtype), torch.zeros(label.shape, dtype=label.dtype))
+    return Batch(example.to(device), label.to(device))
 
 
 def _size_and_type(example: Example, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:

@@ -25,7 +25,7 @@ from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.meter import Peak
 from unet3d.memory.prediction import smallest_validation
 from unet3d.memory.remedies import Candidate, refuse_step
-from unet3d.memory.simulate import fake_model, memoized
+from unet3d.memory.simulate import fake_model, make_learner, memoized
 from unet3d.memory.technique import choose_technique, step_peak
 from unet3d.model import geometry
 from unet3d.model.architecture import Levels, Spacing, levels_of, median_shape, target_spacing
@@ -340,10 +340,7 @@ def measured_step(config: Config) -> float:
     model_config = config.model
     assert model_config.in_channels is not None and model_config.classes is not None
     with torch.random.fork_rng(), switched(config.cuda, config.deterministic):
-        policy = build.policy(config, device.type, choose_technique(config, model_config))
-        model = policy.formatted(build.model(model_config, config.seed).to(device)).train()
-        loss = build.loss(config, model_config.classes, device, model_config.output_regions)
-        optimizer = optim.optimizer(config.optim, model)
+        learner = make_learner(config, model_config, choose_technique(config, model_config), device=device)
         image = torch.randn(config.batch, model_config.in_channels, *config.data.patch)
         label = torch.randint(model_config.classes, (config.batch, *config.data.patch)).short()
         batches = [Batch(image, label) for _ in range(config.accumulate)]
@@ -351,7 +348,7 @@ def measured_step(config: Config) -> float:
         with counting("measuring steps", WARM_UP + STEPS) as counter:
             for number in range(WARM_UP + STEPS):
                 started = time.perf_counter()
-                train_step(model, loss, optimizer, policy.scaler(), policy, batches, clip=config.optim.clip)
+                train_step(*learner, batches, clip=config.optim.clip)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 if number >= WARM_UP:
