@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from unet3d.recomputing import module, prepare, search
-from unet3d.recomputing.compiler import Sizes, Workspace
+from unet3d.recomputing.compiler import Sizes, Workspace, mask_of
 from unet3d.recomputing.graph import Graph
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import normalisation
-from unet3d.recomputing.schedule import Schedule, compile_schedule
-from unet3d.recomputing.scratch import Scratch
+from unet3d.recomputing.search import Schedule, compile_schedule
 
 CLOSE = 1e-12  # of float64, relative to the largest number of its kind
 
@@ -143,13 +142,13 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
         yield
 
 
-def no_scratch(program: Program, *_: object) -> list[Scratch]:
+def no_scratch(program: Program, *_: object) -> list[tuple[Workspace, Workspace]]:
     """Return that nothing lies beside the maps of a program, in the place of `scratch_bytes`."""
-    return [Scratch(Workspace(0, 0, 0, 0), Workspace(0, 0, 0, 0), 0)] * len(program.maps.maps)
+    return [(Workspace(0, 0, 0, 0, 0), Workspace(0, 0, 0, 0, 0))] * len(program.maps.maps)
 
 
-def drawn_table(count: int, seed: int) -> list[set[int]]:
+def drawn_table(count: int, seed: int) -> list[int]:
     """Return a random table of the maps that stay in each stage."""
     draw = random.Random(seed)
     share = draw.choice([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
-    return [{index for index in range(count) if draw.random() < share} for _ in range(count + 1)]
+    return [mask_of(index for index in range(count) if draw.random() < share) for _ in range(count + 1)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from unet3d.recomputing.compiler import Backward, BeginBackward, Compute, Instruction, NormBackward, Release, Sizes
-from unet3d.recomputing.schedule import Schedule
+from unet3d.recomputing.search import Schedule
 
 
 def is_sound(sizes: Sizes, schedule: Schedule) -> bool:

@@ -53,7 +53,7 @@ def test_statistics_of_pieces_are_those_of_channels(name: str, dtype: torch.dtyp
     assert normalisation.pieces(raw, state_of(dtype)) > 1
     state = state_of(dtype, network)
     take_statistics(value, raw, state)
-    known = state.statistics[value]
+    known = normalisation.norm_of(value, state)
     together = raw.double().unflatten(1, (groups, width))
     variance, mean = torch.var_mean(together, (0, 2, 3, 4, 5) if images == 1 else (2, 3, 4, 5), correction=0)
     assert known.voxels == raw.numel() // (images * groups)

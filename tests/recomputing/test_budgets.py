@@ -18,9 +18,9 @@ from unet3d.recomputing import search
 from unet3d.recomputing.compiler import NOTHING, Compiler, Instruction, Sizes, Stage, indices_of, mask_of
 from unet3d.recomputing.module import Recomputed, recompute, schedules_of
 from unet3d.recomputing.prepare import prepare
-from unet3d.recomputing.program import Program, by_plan, leanest, least_bytes, smallest
-from unet3d.recomputing.schedule import Schedule, StageCache, compile_schedule
+from unet3d.recomputing.program import Program, by_plan, leanest, least_memory, smallest
 from unet3d.recomputing.scratch import plain_bytes
+from unet3d.recomputing.search import Schedule, StageCache, compile_schedule
 
 MIB = 2**20
 
@@ -81,7 +81,7 @@ def test_schedules_are_sound_and_measured_as_compiled(searched: Searched) -> Non
         table = drawn_table(sizes.count, seed)
         schedule = compile_schedule(sizes, table)
         assert is_sound(sizes, schedule)
-        peak = StageCache(sizes).cost([mask_of(stays) for stays in table])
+        peak = StageCache(sizes).cost(table)
         assert (schedule.peak_bytes, schedule.work) == (peak.bytes, peak.work)
 
 
@@ -121,7 +121,7 @@ def test_stages_that_passes_share_are_those_of_each_pass_alone() -> None:
     assert sizes is not None
     stages = StageCache(sizes)
     for seed in range(50):
-        table = [mask_of(stays) for stays in drawn_table(sizes.count, seed)]
+        table = drawn_table(sizes.count, seed)
         instructions: list[Instruction] = []
         alive = 0
         most = 0
@@ -252,7 +252,7 @@ def test_a_budget_that_only_the_plain_pass_keeps_is_kept() -> None:
     program = prepare(model, image, None, on_cpu=True)
     program.plain_bytes = plain_bytes(model, image, None, on_cpu=True)
     assert program.plain_bytes is not None
-    assert program.plain_bytes < least_bytes(program)
+    assert program.plain_bytes < program.by(least_memory(program.schedules)).peak_bytes
     assert not by_plan(program, "auto", program.plain_bytes).saves_memory
     with pytest.raises(UserError, match="at least"):
         by_plan(program, "auto", program.plain_bytes - 1)

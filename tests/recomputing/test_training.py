@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unet3d.memory.fake_tensors import cuda_autocast
-from unet3d.recomputing.function import call_by_program
 from unet3d.recomputing.module import Recomputed
 from unet3d.recomputing.prepare import bound, prepare
+from unet3d.recomputing.run import call_by_program
 from unet3d.training.losses import LossOptions, dice_ce
 
 WITHIN_ROUNDING = 0.03  # of the largest gradient, in bfloat16

@@ -25,7 +25,6 @@ from unet3d.memory.simulate import fake_batch, fake_model, memoized, simulate, s
 from unet3d.recomputing import search
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import PLAIN, Program, Technique, by_plan, without_backward
-from unet3d.recomputing.schedule import compile_schedule
 from unet3d.training import optim
 
 CURVE_SCHEDULES = 8
@@ -101,7 +100,7 @@ def saved(config: Config, program: Program, by_windows: bool = False) -> dict[st
 
     `keep` has the maps that stay after each stage, as bits of a hexadecimal number.
     """
-    masks = [f"{sum(1 << index for index in stays):x}" for stays in program.schedule.keep]
+    masks = [f"{stays:x}" for stays in program.schedule.keep]
     return {"recompute": config.recompute, "budget": config.budget, "keep": masks, "windows": by_windows}
 
 
@@ -114,11 +113,10 @@ def _as_before(config: Config, program: Program, before: Mapping[str, Any]) -> P
     if len(before["keep"]) != sizes.count + 1:
         return None
     try:
-        masks = [int(mask, 16) for mask in before["keep"]]
+        table = [int(mask, 16) & (1 << sizes.count) - 1 for mask in before["keep"]]
     except ValueError:
         return None
-    table = [{index for index in range(sizes.count) if mask >> index & 1} for mask in masks]
-    return program.by(compile_schedule(sizes, table))
+    return program.by(search.compile_schedule(sizes, table))
 
 
 def some_schedules(config: Config, model_config: Model, dtype: torch.dtype = torch.float32) -> list[Technique]:

@@ -20,7 +20,8 @@ class Workspace(NamedTuple):
     compute: int
     backward: int  # its gradient
     backward_two_pass: int  # its gradient, in two passes over the tiles
-    norm_backward_tiled: int  # its gradient, by rows that are made meanwhile
+    norm_backward: int  # while what its statistics give is added to its gradient
+    norm_backward_tiled: int  # the same, by rows that are made meanwhile
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Sizes:
     workspace: Sequence[Workspace]
     workspace_streamed: Sequence[Workspace]  # the same where cheap stems are streamed
     inplace_workspace: Sequence[int]  # bytes more while it is made over another map
-    norm_workspace: Sequence[int]  # bytes beside a map and its gradient while that is completed
 
     @cached_property
     def users(self) -> Sequence[Sequence[int]]:
@@ -283,7 +283,7 @@ class Compiler:
         if index in self.alive or not sizes.has_rows[index]:
             self._make_again([index])
             self.instructions.append(NormBackward(index, None))
-            self._note(self.bytes + sizes.norm_workspace[index])
+            self._note(self.bytes + sizes.workspace[index].norm_backward)
             return
         streamed = tuple(source for source in sizes.sources[index] if self._can_stream(source))
         self._make_again([source for source in sizes.sources[index] if source not in streamed])

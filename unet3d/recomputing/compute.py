@@ -16,7 +16,7 @@ from torch import Tensor
 from unet3d.recomputing.graph import Value, derive, has_gradients, names_read
 from unet3d.recomputing.groups import SIZED
 from unet3d.recomputing.maps import Map
-from unet3d.recomputing.program import MapPlan, TilePlan, read_by_gradient
+from unet3d.recomputing.program import MapPlan, Program, TilePlan, read_by_gradient
 from unet3d.recomputing.rules import RULES, Span, Work, call, gradients_by_autograd, memory_of, rows_of, shape_of_rows
 from unet3d.recomputing.state import State
 
@@ -228,14 +228,10 @@ def compute_group(map_: Map, sources: Sequence[Tensor], state: State, parts: Seq
 
 
 def gradients_of_group(
-    map_: Map,
-    sources: Sequence[Tensor],
-    gradient: Tensor,
-    state: State,
-    wanted: Sequence[bool],
-    parts: Sequence[Span],
+    map_: Map, sources: Sequence[Tensor], gradient: Tensor, state: State, program: Program
 ) -> Sequence[Tensor | None]:
     """Return the sources' gradients, by running the group again; weights' are added to the state."""
+    parts = program.parts(map_)
     weights = _weights(map_, state, bool(parts))
     for name in map_.weights:
         weights[name] = weights[name].detach().requires_grad_(weights[name].requires_grad)
@@ -244,9 +240,9 @@ def gradients_of_group(
 
     def of_part(span: Span | None) -> list[Tensor | None]:
         leaves = []
-        for source, x, is_wanted in zip(map_.sources, sources, wanted, strict=True):
+        for source, x in zip(map_.sources, sources, strict=True):
             leaf = _part(map_, source, x, span).detach()
-            leaves.append(leaf.requires_grad_(is_wanted and has_gradients(leaf.dtype)))
+            leaves.append(leaf.requires_grad_(source in program.wanted and has_gradients(leaf.dtype)))
         run = partial(_run, map_, leaves, inner, span)
         of_result = _part(map_, map_.value, gradient, span)
         return gradients_by_autograd(run, leaves, trained, of_result, state, frees_result=True)

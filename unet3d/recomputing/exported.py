@@ -16,26 +16,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from unet3d.base.errors import UserError
 from unet3d.recomputing.graph import (
     DROPOUTS,
+    Call,
     Derived,
     Graph,
+    InPrecision,
     Like,
+    Precision,
     Value,
     Weight,
     arguments,
     gives_view,
     has_gradients,
-    operation_name,
-)
-from unet3d.recomputing.nodes import (
-    Call,
-    InPrecision,
-    Precision,
     is_in_place,
     is_same,
     is_view_of,
     layer_of,
+    needed_for,
+    operation_name,
     refusal,
-    without_writing,
 )
 from unet3d.recomputing.readable import Look, code_of
 
@@ -91,13 +89,9 @@ class Reader:
         outputs = [leaf for leaf in dict.fromkeys(returned) if isinstance(leaf, Value) and leaf is not self.image]
         if not outputs:
             raise UserError(f"{self.name} returns nothing that is computed from the image")
-        needed = set(outputs)
-        for value in reversed(self.values):
-            if value in needed:
-                needed.update(value.inputs)
         return Graph(
             image=self.image,
-            values=tuple(value for value in self.values if value in needed),
+            values=needed_for(outputs, self.values),
             outputs=tuple(outputs),
             returned=returned,
             out_spec=self.program.call_spec.out_spec,
@@ -146,12 +140,16 @@ class Reader:
             self.precision = self.around.pop()
 
     def _read_call(self, node: fx.Node) -> None:
-        assert callable(node.target)
+        target: Any = node.target
         args, kwargs = self._look_up(node.args), self._look_up(node.kwargs)
-        if node.target is operator.getitem:
-            self._read_element(node, *args)
+        if target is operator.getitem:
+            whole, element = args
+            if whole.op == "broadcast_tensors" and whole.args[0][element].shape == node.meta["val"].shape:
+                self.known[node] = whole.args[0][element]
+            else:
+                self._read_result(node, whole, element=element)
             return
-        call = Call(operation_name(node.target), node.target, args, kwargs)
+        call = Call(operation_name(target), target, args, kwargs)
         op = call.op
         if op == "alias" or call.is_off() or (op == "to" and not self.is_mixed and is_same(node, op)):
             self.known[node] = args[0]
@@ -174,20 +172,16 @@ class Reader:
             self._read_change_of_weight(node, call, written)
             return
         if is_in_place(node):
-            call = replace(call, target=without_writing(node))
+            overload = getattr(getattr(torch.ops.aten, op, None), target._overloadname, None)
+            if overload is None:
+                raise refusal(node, f"{target} has no variant that gives a new tensor")
+            call = replace(call, target=overload)
         elif written is not None:
             advice = ", which recompute would not repeat; let it give a new tensor"
             raise refusal(node, f"{op}(out=) writes over a map", advice)
         if self.precision is not None:
             call = replace(call, target=InPrecision(call.target, self.precision, node))
         self._read_result(node, call)
-
-    def _read_element(self, node: fx.Node, whole: Call, element: int) -> None:
-        """Read one of several results."""
-        if whole.op == "broadcast_tensors" and whole.args[0][element].shape == node.meta["val"].shape:
-            self.known[node] = whole.args[0][element]
-        else:
-            self._read_result(node, whole, element=element)
 
     def _read_result(
         self, node: fx.Node, call: Call, element: int | None = None, written: Weight | None = None
@@ -202,14 +196,21 @@ class Reader:
         if isinstance(fake, tuple | list):
             self.known[node] = call
         elif isinstance(fake, Tensor):
-            add = self._add_value if reads_maps else self._add_derived
-            self.known[node] = result = add(node, call, fake, element, written)
+            result: Value | Weight
+            if reads_maps:
+                result = self._add_value(node, call, fake, element)
+            else:
+                name = self._new_name(node)
+                is_once = call.is_random() or (written is not None and written.name not in self.fresh)
+                derived = Derived(name, call.target, call.args, call.kwargs, fake.nbytes, is_once, element)
+                result = self._add_derived(derived, fake.shape, written)
+            self.known[node] = result
             if not self.has_gradients and not is_same(node, call.op):
                 self.without_gradient.add(result)
         elif reads_maps:
             raise _gives_number(node)
 
-    def _add_value(self, node: fx.Node, call: Call, fake: Tensor, element: int | None, _: Weight | None) -> Value:
+    def _add_value(self, node: fx.Node, call: Call, fake: Tensor, element: int | None) -> Value:
         """Return a value; after an in-place operation it also stands for the map that was changed."""
         if not all(isinstance(length, int) for length in fake.shape):
             fault = f"the size of what {call.op} gives depends on the numbers of a tensor"
@@ -222,20 +223,18 @@ class Reader:
         self.values.append(value)
         return value
 
-    def _add_derived(
-        self, node: fx.Node, call: Call, fake: Tensor, element: int | None, written: Weight | None
-    ) -> Weight:
-        name = self._new_name(node)
-        sources = [leaf.name for leaf in arguments(call) if isinstance(leaf, Weight)]
+    def _add_derived(self, derived: Derived, shape: torch.Size, written: Weight | None = None) -> Weight:
+        """Return a tensor that is computed without the image, from now on; it may be `written` before."""
+        name, is_view = derived.name, gives_view(derived.target)
+        sources = [leaf.name for leaf in arguments(derived) if isinstance(leaf, Weight)]
         if written is not None:
             sources = [written.name]
-        is_once = call.is_random() or (written is not None and written.name not in self.fresh)
-        self.derived.append(Derived(name, call.target, call.args, call.kwargs, fake.nbytes, is_once, element))
-        if not gives_view(call.target) or self.fresh.issuperset(sources):
+        self.derived.append(derived)
+        if not is_view or self.fresh.issuperset(sources):
             self.fresh.add(name)
-        if gives_view(call.target) and sources:
+        if is_view and sources:
             self.memory_of[name] = self.memory_of.get(sources[0], sources[0])
-        return Weight(name, fake.shape)
+        return Weight(name, shape)
 
     def _replace(self, changed: Any, by: Value | Weight) -> None:
         """Let all nodes that stand for a map that was changed stand for what it is now."""
@@ -337,17 +336,15 @@ class Reader:
             ones = torch.Size([*value.shape[:2], *(1 for _ in value.shape[2:])])
             like = replace(like, shape=ones, strides=torch.empty(ones, device="meta").stride())
             factors = ones.numel() * like.dtype.itemsize
-            self.derived.append(Derived(name, target, (like, probability, True), {}, factors, is_once=True))
-            return Weight(name, ones)
+            return self._add_derived(Derived(name, target, (like, probability, True), {}, factors, is_once=True), ones)
         args: tuple[Any, ...] = (like, probability, True)
         if like.device.type == "cpu" and probability < 1:
             # The same numbers, in no more memory than the map's.
             target = torch.ops.aten.bernoulli_.float
             args = (like, 1 - probability)
-        drawn = Weight(f"{name} in the type of maps", value.shape)
-        self.derived.append(Derived(drawn.name, target, args, {}, is_once=True))
-        self.derived.append(Derived(name, torch.ops.aten.ne.Scalar, (drawn, 0), {}, value.shape.numel()))
-        return Weight(name, value.shape)
+        drawn = self._add_derived(Derived(f"{name} in the type of maps", target, args, {}, is_once=True), value.shape)
+        stays = Derived(name, torch.ops.aten.ne.Scalar, (drawn, 0), {}, value.shape.numel())
+        return self._add_derived(stays, value.shape)
 
     def _detached(self, leaf: Any) -> Any:
         """Return an argument of an operation without gradients: what has some is detached."""
@@ -364,11 +361,7 @@ class Reader:
                 self.values.append(value)
                 self.detached[leaf] = value
             else:
-                self.derived.append(Derived(name, DETACH, (leaf,), {}))
-                self.memory_of[name] = self.memory_of.get(leaf.name, leaf.name)
-                if leaf.name in self.fresh:
-                    self.fresh.add(name)
-                self.detached[leaf] = Weight(name, leaf.shape)
+                self.detached[leaf] = self._add_derived(Derived(name, DETACH, (leaf,), {}), leaf.shape)
             self.without_gradient.add(self.detached[leaf])
         return self.detached[leaf]
 

@@ -6,6 +6,7 @@ not need that: their kernels for meta tensors are compiled, take microseconds an
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,48 +16,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 DEVICE = torch.ops.prim.device.default  # called for fake tensors only
-COMPILED = {
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.add_.Tensor,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.cat.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten.constant_pad_nd.default,
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.full_like.default,
-    torch.ops.aten.mul_.Tensor,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-    torch.ops.aten.new_zeros.default,
-    torch.ops.aten.repeat.default,
-    torch.ops.aten.select.int,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.split_with_sizes.default,
-    torch.ops.aten.sum.dim_IntList,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten.zero_.default,
-}
+
+
+def _operations(names: str) -> set[Any]:
+    """Return operations of torch by their names, each with the arguments that come after the dot."""
+    return {attrgetter(name if "." in name else f"{name}.default")(torch.ops.aten) for name in names.split()}
+
+
+COMPILED = _operations(
+    "_to_copy _unsafe_view add_.Tensor alias cat clone constant_pad_nd copy_ detach empty_like expand full_like "
+    "mul_.Tensor new_empty new_empty_strided new_zeros repeat select.int slice.Tensor split_with_sizes sum.dim_IntList "
+    "unsqueeze view zero_"
+)
 # Operations whose meta kernels are not compiled: of tensors of one kind they give one more of it, as `clone` does.
-ELEMENTWISE = {
-    torch.ops.aten._foreach_add.List,
-    torch.ops.aten.add.Tensor,
-    torch.ops.aten.addcmul.default,
-    torch.ops.aten.leaky_relu.default,
-    torch.ops.aten.leaky_relu_backward.default,
-    torch.ops.aten.mul.Tensor,
-}
+ELEMENTWISE = _operations("_foreach_add.List add.Tensor addcmul leaky_relu leaky_relu_backward mul.Tensor")
 # Operations that give the tensor that they write over, by the name of it if it is not the first.
 WRITTEN = {
     torch.ops.aten.addcmul.out: "out",
     torch.ops.aten.leaky_relu_.default: None,
     torch.ops.aten.leaky_relu_backward.grad_input: "grad_input",
 }
-WRITTEN_LISTS = {torch.ops.aten._foreach_add_.List, torch.ops.aten._foreach_copy_.default}  # that give nothing
+WRITTEN_LISTS = _operations("_foreach_add_.List _foreach_copy_")  # They give nothing.
 CLONE = torch.ops.aten.clone.default
 NEW_EMPTY = torch.ops.aten.new_empty.default
 EMPTY_LIKE = torch.ops.aten.empty_like.default
@@ -66,8 +46,7 @@ UPDATE_STATISTICS = torch.ops.aten.batch_norm_update_stats.default
 # A fake mode decomposes them into a dozen operations.
 NORMALISE = torch.ops.aten.native_batch_norm.default
 NORMALISE_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-OPERATIONS = COMPILED | ELEMENTWISE | {*WRITTEN} | WRITTEN_LISTS
-OPERATIONS |= {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
+OPERATIONS = COMPILED | ELEMENTWISE | {*WRITTEN} | WRITTEN_LISTS | {UPDATE_STATISTICS, NORMALISE, NORMALISE_BACKWARD}
 # Normalisations, and which of their arguments is the weight: what they save has its type, also of half-precision maps.
 WEIGHT_OF = {
     NORMALISE: 1,

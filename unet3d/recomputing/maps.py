@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.recomputing.graph import DROPOUTS, Graph, Steps, Value, Weight, carried_out, derived_in_groups, names_read
 from unet3d.recomputing.groups import SUMS, Along, grouped_values, longest, results_of_groups
-from unet3d.recomputing.nodes import InPrecision
 from unet3d.recomputing.rules import RULES, TRACKING, Rule
 from unet3d.recomputing.rules.resampling import in_two_steps
 
@@ -109,6 +108,11 @@ class Maps:
         self.stored = self._stored(grouped)
         stored = [value for value in self.graph.values if value in self.stored]
         self.maps = [self._map(index, value) for index, value in enumerate(stored)]
+
+    @cached_property
+    def index_of(self) -> dict[Value, int]:
+        """The indices of maps by their values."""
+        return {map_.value: map_.index for map_ in self.maps}
 
     @cached_property
     def whole(self) -> list[Map]:
@@ -231,7 +235,7 @@ class Maps:
 def _rule_of(value: Value, axis: int) -> Rule | None:
     """Return the rule of a value; None where no rule serves its operation and arguments."""
     rule = RULES.get(value.op)
-    if rule is None or isinstance(value.target, InPrecision) or not rule.serves(value, axis):
+    if rule is None or value.has_own_precision or not rule.serves(value, axis):
         return None
     if any(each.dtype.is_complex for each in (value, *value.inputs)):
         return None

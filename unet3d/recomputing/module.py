@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_map_only
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
-from unet3d.recomputing.function import autocast_dtype, call_by_program, refuse_hooks_of_saved_tensors
 from unet3d.recomputing.prepare import has_larger_tiles, prepare
 from unet3d.recomputing.program import PLANS, Program, by_plan, describe
 from unet3d.recomputing.readable import SCHEDULES, Code, code_of, content_of, snapshot
+from unet3d.recomputing.run import autocast_dtype, call_by_program, refuse_hooks_of_saved_tensors
 from unet3d.recomputing.scratch import plain_bytes
 from unet3d.recomputing.trace import refuse_hooks
 
@@ -228,7 +228,9 @@ class Schedules:
             with saved_tensors_hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
                 program = self._prepared(key, image, autocast, device_type == "cpu")
             self.programs[key] = by_plan(program, self.plan, self.budget)
-            self._announce(self.programs[key])
+            if not self.is_silent and not self.has_announced and _rank() == 0:
+                print(describe(self.programs[key], self.plan, self.held))
+            self.has_announced = True
             for known in (self.programs, self.prepared):
                 while len(known) > MOST_PROGRAMS:
                     known.pop(next(iter(known)), None)
@@ -266,12 +268,6 @@ class Schedules:
         if autocast is not None and sizes == [image.shape]:
             line += "; give the example within your autocast, so that one is found and not two"
         print(line, file=sys.stderr, flush=True)
-
-    def _announce(self, program: Program) -> None:
-        """Print what to expect, once, and of several ranks the first."""
-        if not self.is_silent and not self.has_announced and _rank() == 0:
-            print(describe(program, self.plan, self.held))
-        self.has_announced = True
 
 
 def _calls_a_schedule(function: Any) -> bool:

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
-from unet3d.recomputing.compiler import Sizes
+from unet3d.recomputing.compiler import Sizes, Workspace
 from unet3d.recomputing.graph import Graph, Value, drawn_bytes, has_gradients, trained_names
 from unet3d.recomputing.maps import Map, Maps, bytes_of
-from unet3d.recomputing.program import Program, Traced, reads_back, reads_far_back
+from unet3d.recomputing.program import Program, reads_back, reads_far_back
 from unet3d.recomputing.readable import Code, code_of, snapshot, tensors_of
-from unet3d.recomputing.scratch import Scratch, fixed_bytes, is_normalised, scratch_bytes
+from unet3d.recomputing.scratch import fixed_bytes, is_normalised, scratch_bytes
 from unet3d.recomputing.trace import trace
 
 CHEAP_STEM = 0.05  # of a forward pass: less work than this may be done again for each tile that reads a map
@@ -33,15 +33,18 @@ def wanted_values(maps: Maps, tensors: Mapping[str, Tensor], image: Tensor) -> f
     return frozenset(wanted)
 
 
-def sizes_of(program: Program, dtype: torch.dtype, tensors: Mapping[str, Tensor], scratch: Sequence[Scratch]) -> Sizes:
+def sizes_of(
+    program: Program, dtype: torch.dtype, tensors: Mapping[str, Tensor], scratch: Sequence[tuple[Workspace, Workspace]]
+) -> Sizes:
     """Return the sizes of a program's maps; `tensors`: parameters and buffers by name."""
     maps = program.maps.maps
-    index_of = {map_.value: map_.index for map_ in maps}
+    index_of = program.maps.index_of
     total = max(sum(map_.operations for map_ in maps), 1)
     work = [map_.operations / total for map_ in maps]
     outputs = frozenset(index_of[value] for value in program.maps.graph.outputs)
     reads = [set(map_.sources) if map_.rule is None else program.plan(map_).read for map_ in maps]
-    over = [_over(program, map_, index_of, outputs, dtype) for map_ in maps]
+    over_map, over_gradient, over_source = zip(*(_over(program, map_, dtype) for map_ in maps), strict=True)
+    workspace, workspace_streamed = zip(*scratch, strict=True)
     return Sizes(
         bytes=[bytes_of(map_.value, _type_of(program, map_, dtype)) for map_ in maps],
         work=work,
@@ -50,19 +53,18 @@ def sizes_of(program: Program, dtype: torch.dtype, tensors: Mapping[str, Tensor]
         needs_gradient=[map_.value in program.wanted for map_ in maps],
         is_normalised=[is_normalised(program, map_) for map_ in maps],
         outputs=outputs,
-        can_overwrite_input=[frozenset(places.map) for places in over],
-        grad_can_reuse_grad=[frozenset(places.gradient) for places in over],
-        grad_can_reuse_input=[frozenset(places.source) for places in over],
+        can_overwrite_input=over_map,
+        grad_can_reuse_grad=over_gradient,
+        grad_can_reuse_input=over_source,
         is_one_tile=[map_.rule is None or len(program.plan(map_).tiles) == 1 for map_ in maps],
         has_rows=[map_.rule is not None for map_ in maps],
         is_cheap_stem=[_is_cheap_stem(program, map_, share) for map_, share in zip(maps, work, strict=True)],
         of_weights=_bytes_of_weights(maps, tensors),
-        workspace=[of_map.workspace for of_map in scratch],
-        workspace_streamed=[of_map.streamed for of_map in scratch],
+        workspace=workspace,
+        workspace_streamed=workspace_streamed,
         inplace_workspace=[
-            _inplace_workspace(program, map_, places.map, dtype) for map_, places in zip(maps, over, strict=True)
+            _inplace_workspace(program, map_, over, dtype) for map_, over in zip(maps, over_map, strict=True)
         ],
-        norm_workspace=[of_map.norm_backward for of_map in scratch],
     )
 
 
@@ -94,45 +96,29 @@ def _is_cheap_stem(program: Program, map_: Map, work: float) -> bool:
     return work < CHEAP_STEM and all(reader.rule is not None for reader in readers)
 
 
-class _Over(NamedTuple):
-    """Sources over which a map may be made, whose gradient may lie over the map's gradient, or over themselves."""
-
-    map: set[int]
-    gradient: set[int]
-    source: set[int]
-
-
-def _over(
-    program: Program,
-    map_: Map,
-    index_of: dict[Value, int],
-    outputs: frozenset[int],
-    dtype: torch.dtype,
-) -> _Over:
-    """Return the sources in whose memory a map or a gradient may be written."""
-    over = _Over(set(), set(), set())
-    if map_.rule is None:
-        return over
-    tiles = program.plan(map_).tiles
-    if len(tiles) == 1:  # the rows of one tile have memory of their own
-        return over
-    for source in map_.sources:
-        if source not in index_of or not source.dtype.is_floating_point or len(source.shape) != 5:
+def _over(program: Program, map_: Map, dtype: torch.dtype) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+    """Return sources over which a map may be made, whose gradient may lie over the map's, or over themselves."""
+    over_map, over_gradient, over_source = set(), set(), set()
+    # The rows of one tile have memory of their own.
+    tiles = () if map_.rule is None else program.plan(map_).tiles
+    outputs = program.maps.graph.outputs
+    for source in map_.sources if len(tiles) > 1 else ():
+        index = program.maps.index_of.get(source)
+        if index is None or not source.dtype.is_floating_point or len(source.shape) != 5:
             continue
-        index = index_of[source]
-        if index not in outputs:
-            over.source.add(index)
+        if source not in outputs:
+            over_source.add(index)
         if source.shape != map_.value.shape:
             continue
         is_alike = _type_of(program, program.maps.maps[index], dtype) == _type_of(program, map_, dtype)
-        if index not in outputs and is_alike and not reads_far_back(tiles, source):
-            over.map.add(index)
-        if map_.index not in outputs and all(tile.spans[source][0] <= tile.span[0] for tile in tiles):
-            over.gradient.add(index)
-    return over
+        if source not in outputs and is_alike and not reads_far_back(tiles, source):
+            over_map.add(index)
+        if map_.value not in outputs and all(tile.spans[source][0] <= tile.span[0] for tile in tiles):
+            over_gradient.add(index)
+    return frozenset(over_map), frozenset(over_gradient), frozenset(over_source)
 
 
-def _inplace_workspace(program: Program, map_: Map, over: set[int], dtype: torch.dtype) -> int:
+def _inplace_workspace(program: Program, map_: Map, over: frozenset[int], dtype: torch.dtype) -> int:
     """Return the bytes of the rows of a map that wait where it is made over a source."""
     if not over:
         return 0
@@ -142,17 +128,6 @@ def _inplace_workspace(program: Program, map_: Map, over: set[int], dtype: torch
         return 0
     longest = max(end - first for first, end in (tile.span for tile in tiles))
     return bytes_of(map_.value, dtype) // map_.value.shape[program.maps.axis] * longest
-
-
-def converted_bytes(maps: Maps, weights: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Return the bytes of weights in the type of maps, which a pass on a GPU keeps."""
-    total = 0
-    for weight in maps.converted_weights:
-        tensor = weights.get(weight.name)
-        known = torch.float32 if tensor is None else tensor.dtype  # of derived ones
-        if known.is_floating_point and known != dtype:
-            total += weight.shape.numel() * dtype.itemsize
-    return total
 
 
 TILES = 24  # of the largest value, on the CPU
@@ -177,7 +152,8 @@ def prepare(
     if image.dim() != 5:
         raise UserError(f"recompute: the image has {image.dim()} dimensions, not the 5 of N C D H W")
     dtype = autocast or image.dtype
-    traced = _what_is_traced(network, code_of(network), image, autocast)
+    code = code_of(network)
+    traced = code, _what_is_traced(network, code, image, autocast)
     graph = _traced(network, image, autocast)
     size = list(image.shape[2:])
     maps = Maps(graph, axis=2 + size.index(max(size)))
@@ -193,13 +169,17 @@ def prepare(
         numbers = min(math.ceil(largest / CUDA_TILES), CUDA_LARGE_TILE)
         numbers = max(numbers, math.ceil(largest / CUDA_MOST_TILES), CUDA_TILE)
     program = Program(maps, numbers, on_cpu, wanted, traced=traced)
-    scratch = scratch_bytes(program, tensors, dtype, autocast, image.device)
+    scratch = scratch_bytes(program, tensors, image, autocast)
     program.sizes = sizes_of(program, dtype, tensors, scratch)
     program.fixed_bytes = fixed_bytes(tensors, image) + drawn_bytes(graph, maps.weights)
     if dtype != image.dtype:
         program.fixed_bytes += image.numel() * dtype.itemsize
     if not on_cpu:
-        program.fixed_bytes += converted_bytes(maps, tensors, dtype)
+        for weight in maps.converted_weights:  # A pass on a GPU keeps them in the type of maps.
+            tensor = tensors.get(weight.name)
+            known = torch.float32 if tensor is None else tensor.dtype  # of derived ones
+            if known.is_floating_point and known != dtype:
+                program.fixed_bytes += weight.shape.numel() * dtype.itemsize
     return program
 
 
@@ -215,10 +195,10 @@ def bound(program: Program, network: nn.Module, image: Tensor, autocast: torch.d
     A graph names parameters and buffers, which each pass reads anew: where all else that forward can read is equal, it
     is also this network's. Else that is traced. Raises UserError for another graph.
     """
-    traced = program.traced
-    has_own_tensors = bool(program.maps.graph.constants)
-    if traced and not has_own_tensors and traced == _what_is_traced(network, traced.code, image, autocast):
-        return program
+    if program.traced and not program.maps.graph.constants:
+        code, known = program.traced
+        if known == _what_is_traced(network, code, image, autocast):
+            return program
     maps = Maps(_traced(network, image, autocast), program.maps.axis)
     if _signature(maps.maps) != _signature(program.maps.maps):
         raise UserError(
@@ -229,10 +209,9 @@ def bound(program: Program, network: nn.Module, image: Tensor, autocast: torch.d
     return replace(program, maps=maps, wanted=wanted, traced=None, plans={}, spans={})
 
 
-def _what_is_traced(network: nn.Module, code: Code, image: Tensor, autocast: torch.dtype | None) -> Traced:
-    """Return what a trace depends on."""
-    about_image = (image.shape, image.dtype, image.device.type, image.requires_grad, autocast)
-    return Traced(code, about_image, snapshot(network, code))
+def _what_is_traced(network: nn.Module, code: Code, image: Tensor, autocast: torch.dtype | None) -> tuple[Any, ...]:
+    """Return what a trace depends on, as a value to compare."""
+    return image.shape, image.dtype, image.device.type, image.requires_grad, autocast, snapshot(network, code)
 
 
 def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[str, ...], tuple[str, ...]]]:

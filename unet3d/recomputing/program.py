@@ -23,13 +23,15 @@ from unet3d.recomputing.groups import first_of_group, spans
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.readable import Code
 from unet3d.recomputing.rules import RULES, Span
-from unet3d.recomputing.schedule import EMPTY, Schedule, compile_schedule
+from unet3d.recomputing.search import EMPTY, Schedule, compile_schedule
 
 MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
 PLANS = ("lean", "tiles", "auto")  # little work, little memory, what a budget allows
 WORTH_FOR_LEAN = 1.3  # 1 % of a forward pass less is as good as so many % of memory less
 WORTH_FOR_TILES = 0.1
 FEW = 50  # times fewer numbers than the largest value has: so small is an excitation beside the map that it scales
+
+Streamed = tuple[int, ...]  # sources of a map that are computed tile by tile, and not stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,14 +120,6 @@ def reads_far_back(tiles: Sequence[TilePlan], source: Value) -> bool:
     return any(after.spans[source][0] < before.span[0] for before, after in pairwise(tiles))
 
 
-class Traced(NamedTuple):
-    """What a trace was made of, as a value to compare: networks that are equal in it have the same graph."""
-
-    code: Code  # what the network's code names
-    about_image: tuple[Any, ...]
-    network: tuple[Any, ...]  # all that forward can read
-
-
 @dataclass(eq=False, repr=False)
 class Program:
     """The program that all passes over images of one size share."""
@@ -138,7 +132,8 @@ class Program:
     sizes: Sizes | None = None  # by which schedules are chosen; None while they are measured
     fixed_bytes: int = 0  # of weights, buffers, image and random numbers, which are there through all of a pass
     plain_bytes: int | None = None  # predicted of the network's own pass, like `peak_bytes`; None: not known
-    traced: Traced | None = None
+    # What its network's code names, and what it was traced from: networks that are equal in that have the same graph.
+    traced: tuple[Code, tuple[Any, ...]] | None = None
     plans: dict[Any, MapPlan] = field(default_factory=dict)
     spans: dict[int, list[Span]] = field(default_factory=dict)  # the parts of groups, by the index of their maps
 
@@ -171,15 +166,16 @@ class Program:
         program.schedule = schedule
         return program
 
-    def plan(self, map_: Map, streamed: tuple[Value, ...] = (), without: Value | None = None) -> MapPlan:
+    def plan(self, map_: Map, streamed: Streamed = (), without: Value | None = None) -> MapPlan:
         """Return the tiles of a map; `streamed`: sources that are not stored; `without`: one that gets no gradient."""
         key = (map_.index, streamed, without)
         if key not in self.plans:
             spans_of_tiles = tile_spans(map_, self.maps.axis, self.numbers, self.on_cpu)
+            ends = frozenset(self.maps.maps[index].value for index in streamed)
             if streamed:
-                map_ = self.maps.streaming(map_, frozenset(streamed))
+                map_ = self.maps.streaming(map_, ends)
             tiles = [plan_tile(map_, self.maps.axis, span) for span in spans_of_tiles]
-            self.plans[key] = MapPlan(map_, tiles, self.wanted - {without}, frozenset(streamed))
+            self.plans[key] = MapPlan(map_, tiles, self.wanted - {without}, ends)
         return self.plans[key]
 
     def parts(self, map_: Map) -> list[Span]:
@@ -216,26 +212,21 @@ def by_plan(program: Program, plan: str, budget: int | None = None) -> Program:
         return program.by(smallest(program.schedules))
     assert budget is not None
     number = fit(program.schedules, lambda schedule: schedule.peak_bytes, budget - program.fixed_bytes)
-    if number is None and program.plain_bytes is not None and program.plain_bytes <= budget:
-        return program.by(least_memory(program.schedules))
-    if number is None:
-        raise UserError(
-            f"budget={mib(budget)}MiB: a step needs at least {mib(least_bytes(program))} MiB of "
-            "tensors; take a smaller patch or a smaller network"
-        )
-    return program.by(program.schedules[number])
+    if number is not None:
+        return program.by(program.schedules[number])
+    least = program.by(least_memory(program.schedules))
+    if program.plain_bytes is not None and program.plain_bytes <= budget:
+        return least
+    raise UserError(
+        f"budget={mib(budget)}MiB: a step needs at least {mib(least.peak_bytes)} MiB of tensors; take a smaller patch "
+        "or a smaller network"
+    )
 
 
 def without_backward(program: Program) -> Program:
     """Return the program whose pass keeps nothing for a backward pass."""
     assert program.sizes is not None
-    nothing: list[set[int]] = [set() for _ in range(program.sizes.count + 1)]
-    return program.by(compile_schedule(program.sizes, nothing))
-
-
-def least_bytes(program: Program) -> int:
-    """Return the least that a pass can need at once."""
-    return program.fixed_bytes + min(schedule.peak_bytes for schedule in program.schedules)
+    return program.by(compile_schedule(program.sizes, [0] * (program.sizes.count + 1)))
 
 
 def leanest(schedules: Sequence[Schedule], plain: float = math.inf) -> Schedule:

@@ -114,14 +114,16 @@ EQUAL_THEMSELVES = frozenset(
     (Same, BuiltinFunctionType, ModuleType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 )
 # What counts of objects of some types.
-PARTS: dict[type, tuple[str, ...]] = {
-    Enum: ("name", "value"),
-    logging.Logger: ("name",),
-    MethodType: ("__func__", "__self__"),
-    property: ("fget", "fset", "fdel"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    functools.partial: ("func", "args", "keywords"),
+PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    Enum: lambda value: (value.name, value.value),
+    logging.Logger: lambda value: (value.name,),
+    MethodType: lambda value: (value.__func__, value.__self__),
+    property: lambda value: (value.fget, value.fset, value.fdel),
+    staticmethod: lambda value: (value.__func__,),
+    classmethod: lambda value: (value.__func__,),
+    functools.partial: lambda value: (value.func, value.args, value.keywords),
+    weakref.ref: lambda value: (value(),),
+    ContextVar: lambda value: (value.get(None),),
 }
 
 
@@ -225,13 +227,9 @@ class Look:
 
     def _content(self, value: Any) -> Iterable[Any]:
         """Return the content of a container or an object."""
-        for known, names in PARTS.items():
+        for known, parts in PARTS.items():
             if isinstance(value, known):
-                return [self(getattr(value, name)) for name in names]
-        if isinstance(value, weakref.ref):
-            return (self(value()),)
-        if isinstance(value, ContextVar):
-            return (self(value.get(None)),)
+                return [self(part) for part in parts(value)]
         if isinstance(value, np.ndarray):
             content = self._made(value.tolist()) if value.dtype.hasobject else value.tobytes()
             return value.shape, value.dtype.str, content

@@ -1,30 +1,30 @@
-"""The executor: carries out a schedule's instructions, in a forward pass and its backward pass."""
+"""A network's pass by its program, as one autograd function: its executor carries out a schedule's instructions."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree
 
+from unet3d.base.errors import UserError
+from unet3d.model import half_precision
 from unet3d.recomputing import state as of_pass
-from unet3d.recomputing.compiler import (
-    Backward,
-    BeginBackward,
-    Compute,
-    Instruction,
-    NormBackward,
-    Place,
-    Release,
-    Target,
-)
+from unet3d.recomputing.compiler import Backward, BeginBackward, Compute, Instruction, NormBackward, Place, Release
 from unet3d.recomputing.compute import RowGradient, Sink, TileRun, apart, compute_group, gradients_of_group
-from unet3d.recomputing.graph import Value
-from unet3d.recomputing.maps import Map
-from unet3d.recomputing.program import MapPlan, Program, TilePlan, reads_back
+from unet3d.recomputing.graph import Value, Weight, derive
+from unet3d.recomputing.maps import Map, Maps
+from unet3d.recomputing.program import MapPlan, Program, Streamed, TilePlan, reads_back
+from unet3d.recomputing.readable import tensors_of
 from unet3d.recomputing.rules import memory_of, rows_of, shape_of_rows
 from unet3d.recomputing.rules.normalisation import norm_of, take_statistics
 from unet3d.recomputing.state import State
+
+Places = Mapping[Value, Place]  # of sources' gradients
 
 
 class Executor:
@@ -50,7 +50,7 @@ class Executor:
             self.state.convert(self.program.maps.converted_weights)
         turn = self.instructions.index(BeginBackward())
         for instruction in self.instructions[:turn]:
-            self._execute(instruction)
+            self.execute(instruction)
         outputs = tuple(self.maps[value] for value in graph.outputs)
         read_again: dict[str, Tensor] = {}  # in backward, by names
         for number, value in enumerate(graph.outputs):
@@ -86,14 +86,15 @@ class Executor:
             self.gradients[value] = gradient
         del gradients, gradient
         for instruction in self.instructions:
-            self._execute(instruction)
+            self.execute(instruction)
         for map_ in self.by_index:
             if map_.value not in self.program.wanted:  # nothing before it is trained, and no gradient was completed
                 self._close_sums(map_)
         self.state.close_gradients()
         return self.gradients.pop(graph.image, None)
 
-    def _execute(self, instruction: Instruction) -> None:
+    def execute(self, instruction: Instruction) -> None:
+        """Carry out one instruction."""
         assert not isinstance(instruction, BeginBackward)
         map_ = self.by_index[instruction.map]
         if isinstance(instruction, Release):
@@ -102,20 +103,16 @@ class Executor:
         with of_pass.observer.works_on(map_.value.layer, not isinstance(instruction, Compute)):
             match instruction:
                 case Compute(_, inplace_on, streamed):
-                    self._compute(map_, inplace_on, self._values(streamed))
+                    self._compute(map_, inplace_on, streamed)
                 case NormBackward(_, streamed):
-                    plan = None if streamed is None else self.program.plan(map_, self._values(streamed))
-                    self._norm_backward(map_, plan)
-                case Backward(_, targets, streamed, is_two_pass):
-                    self._backward(map_, targets, self._values(streamed), is_two_pass)
+                    self._norm_backward(map_, streamed)
+                case Backward():
+                    self._backward(map_, instruction)
             self.state.forget_prepared()
-
-    def _values(self, indices: Sequence[int]) -> tuple[Value, ...]:
-        return tuple(self.by_index[index].value for index in indices)
 
     # Maps
 
-    def _compute(self, map_: Map, inplace_on: int | None, streamed: tuple[Value, ...]) -> None:
+    def _compute(self, map_: Map, inplace_on: int | None, streamed: Streamed) -> None:
         value = map_.value
         if map_.rule is None:
             sources = [self.maps[source] for source in map_.sources]
@@ -155,15 +152,16 @@ class Executor:
 
     # Gradients
 
-    def _norm_backward(self, map_: Map, plan: MapPlan | None = None) -> None:
-        """Complete the gradient of a map; `plan`: by which its rows are made first, where it is not there."""
+    def _norm_backward(self, map_: Map, streamed: Streamed | None) -> None:
+        """Complete the gradient of a map; its rows are made first where it is not there."""
         gradient = self.gradients[map_.value]
         if gradient is None:
             return
         self._close_sums(map_)
-        if plan is None:
+        if streamed is None:
             self._complete(map_, self.maps[map_.value], gradient)
             return
+        plan = self.program.plan(map_, streamed)
         for tile in plan.tiles:
             raw = self._rows(plan, tile)
             self._complete(map_, raw, rows_of(gradient, self.state.axis, tile.span))
@@ -183,20 +181,15 @@ class Executor:
             for norm in map_.norms:
                 norm_of(norm, self.state).complete(rows_of(raw, axis, span), rows_of(gradient, axis, span))
 
-    def _backward(
-        self,
-        map_: Map,
-        targets: Sequence[Target],
-        streamed: tuple[Value, ...] = (),
-        is_two_pass: bool = False,
-    ) -> None:
+    def _backward(self, map_: Map, instruction: Backward) -> None:
         """Send the gradient of a map to its sources.
 
         In two passes, a first over the tiles takes the sums, and a second writes the last source's gradient over its
         map, completed.
         """
+        _, targets, streamed, is_two_pass = instruction
         gradient = self.gradients.pop(map_.value)
-        places = {self.by_index[source].value: place for source, place in targets}
+        places: dict[Value, Place] = {self.by_index[source].value: place for source, place in targets}
         image = self.program.maps.graph.image
         if image in self.program.wanted and image in map_.sources:  # which schedules do not know
             places[image] = "new" if self.gradients.get(image) is None else "add"
@@ -226,11 +219,10 @@ class Executor:
             # A loss wrote the gradient over the output: autograd holds it until backward ends.
             gradient.data = gradient.new_empty(0)
 
-    def _send_group(self, map_: Map, gradient: Tensor, places: Mapping[Value, Place]) -> None:
+    def _send_group(self, map_: Map, gradient: Tensor, places: Places) -> None:
         sources = [self.maps[source] for source in map_.sources]
-        wanted = [source in self.program.wanted for source in map_.sources]
         with self._precision():
-            gradients = gradients_of_group(map_, sources, gradient, self.state, wanted, self.program.parts(map_))
+            gradients = gradients_of_group(map_, sources, gradient, self.state, self.program)
         self.state.close_tile()
         of_source = dict(zip(map_.sources, gradients, strict=True))
         kept = [gradient]
@@ -246,12 +238,7 @@ class Executor:
                 self.gradients[value] = None
 
     def _send(
-        self,
-        plan: MapPlan,
-        gradient: Tensor,
-        places: Mapping[Value, Place],
-        may_overwrite: bool,
-        completed: Map | None = None,
+        self, plan: MapPlan, gradient: Tensor, places: Places, may_overwrite: bool, completed: Map | None = None
     ) -> None:
         """Send a gradient by tiles; `completed`: a source whose gradient also gets its statistics' part."""
         axis = self.state.axis
@@ -307,3 +294,138 @@ class Executor:
 def _version_of(tensor: Tensor) -> tuple[int, int]:
     """Return what is another number once a tensor was written to, or given other memory by `.data =`."""
     return tensor._version, memory_of(tensor)
+
+
+# The pass as one autograd function
+
+
+def call_by_program(program: Program, network: nn.Module, image: Tensor) -> Any:
+    """Return what the network returns for an image N C D H W; backward follows the program's schedule.
+
+    The network's modules are not called.
+    """
+    graph = program.maps.graph
+    if not program.serves(image):
+        raise ValueError(f"an image of {tuple(image.shape)}: the program is for {tuple(graph.image.shape)}")
+    autocast = autocast_dtype(image)
+    tensors = tensors_of(network)
+    weights = derived_tensors(program.maps, tensors)
+    names = [name for name in program.maps.weights if weights[name].requires_grad]
+    state = State(program.maps.axis, autocast or image.dtype, weights, program.on_cpu)
+    run = Executor(program, state, autocast, image.device)
+    outputs = RecomputeFunction.apply(run, names, image, *(weights[name] for name in names))
+    if graph.is_in(state.dtype):
+        outputs = [output.to(value.dtype) for output, value in zip(outputs, graph.outputs, strict=True)]
+    with torch.no_grad():
+        for name in graph.counters:
+            tensors[name].add_(1)
+    return _returned(program, image, outputs, weights)
+
+
+def refuse_hooks_of_saved_tensors() -> None:
+    """Raise UserError if hooks of saved tensors are on: a pass saves its image and weights, and none of its maps."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UserError(
+            "recompute: a pass within saved_tensors_hooks or torch.utils.checkpoint saves no maps that these could "
+            "change or make again; call the network outside of them"
+        )
+
+
+def _returned(program: Program, image: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Any:
+    """Return what the network returns, in its structure; outputs of which plain has no gradient have none."""
+    graph = program.maps.graph
+    tensors = {graph.image: image}
+    for value, output in zip(graph.outputs, outputs, strict=True):
+        tensors[value] = output if value in program.wanted else output.detach()
+        if program.maps.users[value] and tensors[value].requires_grad:
+            tensors[value].register_hook(partial(_refuse_use_of_part, weakref.ref(tensors[value])))
+    returned = []
+    for leaf in graph.returned:
+        if isinstance(leaf, Value):
+            leaf = tensors[leaf]
+        elif isinstance(leaf, Weight):
+            leaf = weights[leaf.name]
+        returned.append(leaf)
+    return returned[0] if graph.out_spec is None else _structured(graph.out_spec, iter(returned))
+
+
+def _structured(spec: Any, leaves: Iterator[Any]) -> Any:
+    """Return leaves in a structure; `tree_unflatten` would make a tuple of torch.Size."""
+    if spec.is_leaf():
+        return next(leaves)
+    children = [_structured(child, leaves) for child in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(children)
+    return _pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
+
+
+def _refuse_use_of_part(reference: weakref.ref[Tensor], gradient: Tensor) -> None:
+    """Raise RuntimeError where somebody takes the gradient of an output from which the network computes others.
+
+    It is that of the loss alone: what comes through the other outputs arrives within the pass.
+    """
+    output = reference()
+    if output is not None and (output.retains_grad or len(output._backward_hooks or ()) > 1):
+        raise RuntimeError(
+            "recompute: retain_grad() or a hook of an output from which the network computes others would get a part "
+            "of its gradient; take it of the network without recompute"
+        )
+
+
+class RecomputeFunction(torch.autograd.Function):
+    """A pass by a schedule. Weights are inputs, so that hooks, frozen weights and `torch.autograd.grad` work."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Executor, names: Sequence[str], image: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.names = names
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(image, *weights)
+        with _without_autocast(run):
+            return run.forward(image)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        image, *_ = ctx.saved_tensors  # raises if a tensor was changed in between, or after a first backward pass
+        run = ctx.run
+        ctx.run = None
+        if run is None:
+            raise RuntimeError("recompute: a pass goes backward once; call the network again for a second backward")
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "recompute: with create_graph=True, gradients would have no gradient themselves; take second "
+                "derivatives, as of a gradient penalty, of the network without recompute"
+            )
+        run.refuse_changes()
+        names = ctx.names
+        with _without_autocast(run):
+            of_image = run.backward(image, list(gradients))
+        of_weights = [run.state.gradients.pop(name, None) for name in names]
+        if of_image is not None:
+            of_image = of_image.to(image.dtype)
+        return None, None, of_image, *of_weights
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise RuntimeError("recompute: forward-mode differentiation; take it of the network without recompute")
+
+
+@contextmanager
+def _without_autocast(run: Executor) -> Any:
+    """Turn autocast off: rules convert by themselves."""
+    is_half_on_cpu = run.state.dtype in half_precision.DTYPES and run.device.type == "cpu"
+    kernels = half_precision.convolutions() if is_half_on_cpu else nullcontext()
+    with torch.autocast(run.device.type, enabled=False), kernels:
+        yield
+
+
+def derived_tensors(maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters, buffers, constants and what is computed from them before the pass, which autograd follows."""
+    known = {**maps.graph.constants, **tensors}
+    return known | derive(maps.derived_before, known, maps.weights | maps.graph.returned_weights())
+
+
+def autocast_dtype(image: Tensor) -> torch.dtype | None:
+    """Return the type of mixed precision on the image's device; None where it is off."""
+    device_type = image.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

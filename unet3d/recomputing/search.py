@@ -1,10 +1,13 @@
-"""The search for schedules: for each amount of work, the one that needs least memory.
+"""The schedules of a pass, their bytes, and the search for those that need least memory for each amount of work.
 
-It begins with the tables that keep the smaller maps, and changes them at random: most often, whether a map stays from
-one use of it to the next, or whether one is there at the peak. The number of tries is fixed and the random numbers are
-seeded, so that a network's schedules are always the same. The schedules that it went through and that no other beats
-in both bytes and work are the front; a budget takes the one of least work that fits. So less budget never needs more
-memory.
+Which maps stay is a table: `keep[stage]` are those that stay after a stage, where stage n is the forward pass and
+stage i the gradient of map i, from the last map to the first. From it follow the instructions, by `Compiler`.
+
+The search begins with the tables that keep the smaller maps, and changes them at random: most often, whether a map
+stays from one use of it to the next, or whether one is there at the peak. The number of tries is fixed and the random
+numbers are seeded, so that a network's schedules are always the same. The schedules that it went through and that no
+other beats in both bytes and work are the front; a budget takes the one of least work that fits. So less budget never
+needs more memory.
 
 Changes at random seldom leave a table in which a large map stays while all that is small is made again. So a few of
 the first tables are also followed down: each time, of all maps that are there at the peak that one is given up which
@@ -14,16 +17,177 @@ helps most.
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import and_, attrgetter, or_
+from operator import and_, itemgetter, or_
 from typing import NamedTuple
 
 from unet3d.base import signals
 from unet3d.base.process import collector_resting
-from unet3d.recomputing.compiler import Sizes, indices_of, mask_of
-from unet3d.recomputing.schedule import Cost, Schedule, StageCache
+from unet3d.recomputing.compiler import NOTHING, Compiler, Instruction, Liveness, Sizes, Stage, indices_of, mask_of
 
-Table = list[int]  # for each stage, the maps that stay after it, bit i for map i
+Masks = Sequence[int]  # a table: for each stage, the maps that stay after it, bit i for map i
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Instructions of a pass and its backward pass."""
+
+    instructions: tuple[Instruction, ...]
+    peak_bytes: int  # of maps, gradients and what is beside them in an instruction
+    work: float  # of all maps made, in forward passes
+    keep: Masks = ()
+
+
+EMPTY = Schedule((), 0, 0.0)
+
+
+class Cost(NamedTuple):
+    """The most bytes of a schedule, where that is, and its work."""
+
+    bytes: int
+    work: float  # of the whole schedule, in forward passes
+    stage: int
+    maps: int  # that are there at the most bytes, bit i for map i
+    mean: float  # of the most bytes of each stage
+
+
+class StageCache:
+    """Compile schedules over the same maps, each stage once.
+
+    A stage is independent of maps that are merely live across it, so it is compiled without them, and stages that
+    differ in nothing else are one. A search asks for the cost of tens of thousands of tables, so what there is between
+    two stages is named by a number, which is a shorter key.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._states = [NOTHING]  # by their numbers
+        self._numbers = {NOTHING: 0}
+        # Each stage, among maps that only stay over it, and the number of what there is after it: by the number of what
+        # there is before, and the maps that stay after it.
+        self._placed: list[dict[tuple[int, int], tuple[Stage, int]]] = [{} for _ in range(sizes.count + 1)]
+        self._made: dict[tuple[int, int], Stage] = {}  # by a map and what stays of its sources that nothing reads later
+        self._sent: dict[tuple[int, Liveness, int], Stage] = {}
+        self._last_reads = [mask_of(sources) for sources in sizes.last_reads]
+        self._concerned: dict[tuple[int, int], int] = {}  # by the number of a stage and the maps that are there
+
+    def schedule(self, table: Masks) -> Schedule:
+        """Return the schedule in which the maps of a table stay."""
+        instructions: list[Instruction] = []
+        state = 0
+        for number in range(self.sizes.count, -1, -1):
+            stage, state = self._place(number, state, table[number])
+            instructions += stage.instructions
+        cost = self.cost(table)
+        return Schedule(tuple(instructions), cost.bytes, cost.work, tuple(table))
+
+    def cost(self, table: Masks) -> Cost:
+        """Return the cost of that schedule."""
+        state = 0
+        alive = 0
+        total = 0
+        work = 0.0
+        most_bytes = 0
+        most_stage = self.sizes.count
+        most_maps = 0
+        for number in range(self.sizes.count, -1, -1):
+            placed = self._placed[number].get((state, table[number]))
+            stage, state = placed or self._place(number, state, table[number])
+            _, growth, most, maps, shares, _ = stage
+            if most is not None:
+                most += alive
+                total += most
+                if most > most_bytes:
+                    most_bytes = most
+                    most_stage = number
+                    most_maps = maps
+            alive += growth
+            for share in shares:
+                work += share
+        return Cost(most_bytes, work, most_stage, most_maps, total / len(table))
+
+    def _place(self, number: int, state: int, stays: int) -> tuple[Stage, int]:
+        """Return a stage, compiled without the maps that only stay, and the number of what there is after it."""
+        placed = self._placed[number].get((state, stays))
+        if placed is None:
+            before = self._states[state]
+            stage = self._forward(stays) if number == self.sizes.count else self._backward(number, before, stays)
+            after = self._numbers.setdefault(stage.after, len(self._states))
+            if after == len(self._states):
+                self._states.append(stage.after)
+            placed = self._placed[number][state, stays] = stage, after
+        return placed
+
+    def _backward(self, number: int, before: Liveness, stays: int) -> Stage:
+        """Return the stage that sends the gradient of a map."""
+        concerned = self._maps_concerned(number, before.alive) | before.alive & ~stays
+        others = before.alive & ~concerned
+        before = before._replace(alive=before.alive & concerned)
+        key = (number, before, stays & concerned)
+        stage = self._sent.get(key)
+        if stage is None:
+            stage = Compiler(self.sizes, before, stays & concerned).sent(number)
+            self._sent[key] = stage
+        after = stage.after._replace(alive=stage.after.alive | others)
+        return stage._replace(maps=stage.maps | others, after=after)
+
+    def _forward(self, stays: int) -> Stage:
+        """Return the forward pass, joined from the making of one map after the other."""
+        instructions: list[Instruction] = []
+        work = 0.0
+        alive = 0
+        growth = 0
+        most = 0
+        maps = 0
+        for index, last_reads in enumerate(self._last_reads):
+            staying = last_reads & stays
+            stage = self._made.get((index, staying))
+            if stage is None:
+                stage = Compiler(self.sizes, NOTHING._replace(alive=last_reads), staying).made(index)
+                self._made[index, staying] = stage
+            assert stage.most is not None
+            if growth + stage.most > most:
+                most = growth + stage.most
+                maps = alive
+            growth += stage.growth
+            for share in stage.work:
+                work += share
+            instructions += stage.instructions
+            alive = alive & ~last_reads | stage.after.alive
+        stage = Compiler(self.sizes, NOTHING._replace(alive=alive), stays).turned()
+        if stage.most is not None and growth + stage.most > most:
+            most = growth + stage.most
+            maps = stage.maps
+        instructions += stage.instructions
+        return Stage(tuple(instructions), growth + stage.growth, most, maps, (work,), stage.after)
+
+    def _maps_concerned(self, number: int, alive: int) -> int:
+        """Return the maps that a stage may read or make: those of which its gradient is sent, and what they need."""
+        sizes = self.sizes
+        key = (number, alive)
+        if key not in self._concerned:
+            maps = 1 << number
+            waiting = [number]
+            while waiting:
+                for source in sizes.sources[waiting.pop()]:
+                    is_new = not maps >> source & 1
+                    is_there = alive >> source & 1
+                    maps |= 1 << source
+                    if is_new and not is_there:
+                        waiting.append(source)
+            self._concerned[key] = maps
+        return self._concerned[key]
+
+
+def compile_schedule(sizes: Sizes, keep: Masks) -> Schedule:
+    """Return the schedule in which these maps stay."""
+    return StageCache(sizes).schedule(keep)
+
+
+# Search
+
+Table = list[int]  # a table to be changed
 Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
 AT_PEAK = 0.5  # of the changes: less stays where the peak is
 FIRST_GAP = slice(0, 1)  # after the forward pass
@@ -166,7 +330,6 @@ HEAT = 0.03  # of the largest map: bytes for which a change for the worse is acc
 PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else work up to the limit is done in vain
 MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
-Packed = tuple[int, ...]
 
 
 class Front:
@@ -174,8 +337,9 @@ class Front:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
+        self.largest = max(sizes.bytes)
         self.stages = StageCache(sizes)
-        self.points: dict[tuple[int, float], Packed] = {}
+        self.points: dict[tuple[int, float], Masks] = {}
 
     def add(self, peak: int, work: float, table: Table) -> None:
         """Add a schedule, if it is of the front, and drop those that it beats."""
@@ -184,6 +348,12 @@ class Front:
                 return
         kept = {point: other for point, other in self.points.items() if point[0] < peak or point[1] < work}
         self.points = {**kept, (peak, work): tuple(table)}
+
+    def scored(self, table: Masks, limit: float) -> tuple[Cost, float]:
+        """Return the cost of a schedule, and its score: bytes, and many more for work beyond the limit."""
+        cost = self.stages.cost(table)
+        excess = max(0.0, cost.work - limit - LITTLE_WORK)
+        return cost, cost.bytes + MEAN * cost.mean + self.largest * (PRICE * cost.work + 10 * excess)
 
     def schedules(self) -> list[Schedule]:
         """Return the schedules, from the most bytes to the least."""
@@ -199,17 +369,20 @@ def front(sizes: Sizes) -> list[Schedule]:
     tries = min(TRIES, tries)
     starts: dict[float, Table] = {}  # by their scores
     for table in _starts(sizes):
-        cost = best.stages.cost(table)
+        cost, score = best.scored(table, LIMITS[-1])
         best.add(cost.bytes, cost.work, table)
-        starts.setdefault(_score(cost, LIMITS[-1], max(sizes.bytes)), table)
+        starts.setdefault(score, table)
     for score in sorted(starts)[:DESCENTS]:
         _descend(best, starts[score], LIMITS[-1], round(tries * SHARE_OF_DESCENT))
     draw = random.Random(0)
     for limit in LIMITS:
         signals.raise_again()
         least = _improve(best, _least_within(best, limit), limit, tries // ROUNDS, draw)
-        other = _improve(best, _elsewhere(best, limit), limit, tries // ROUNDS, draw)
-        _improve(best, min(least, other, key=attrgetter("score")).table, limit, tries // ROUNDS, draw)
+        # A table of less memory and more work than the limit, from which the search comes down.
+        elsewhere = best.points[min(best.points)] if limit >= MUCH_WORK else _least_within(best, limit + STEP)
+        other = _improve(best, elsewhere, limit, tries // ROUNDS, draw)
+        _, table_of_least = min(least, other, key=itemgetter(0))
+        _improve(best, table_of_least, limit, tries // ROUNDS, draw)
     return best.schedules()
 
 
@@ -227,52 +400,34 @@ def _starts(sizes: Sizes) -> Iterator[Table]:
                 yield [joined(are_small, much_work)] * stages
 
 
-def _elsewhere(best: Front, limit: float) -> Packed:
-    """Return a table of less memory and more work than the limit, from which the search comes down."""
-    if limit >= MUCH_WORK:
-        return best.points[min(best.points)]
-    return _least_within(best, limit + STEP)
-
-
-def _least_within(best: Front, limit: float) -> Packed:
+def _least_within(best: Front, limit: float) -> Masks:
     """Return the table of least memory whose work is within the limit."""
     within = [point for point in best.points if point[1] <= limit + LITTLE_WORK]
     point = min(within or best.points)
     return best.points[point]
 
 
-class _Scored(NamedTuple):
-    """The table of the least score of some tries."""
-
-    score: float
-    table: Packed
-
-
-def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.Random) -> _Scored:
-    """Change a table at random, as long as that needs less memory within the limit of work.
+def _improve(best: Front, first: Masks, limit: float, tries: int, draw: random.Random) -> tuple[float, Masks]:
+    """Change a table at random, as long as that scores less, and return the least score with its table.
 
     At first, changes for the worse are accepted too, rarely and the less the worse: simulated annealing.
     """
-    sizes = best.sizes
-    changes = Changes(sizes, draw)
-    largest = max(sizes.bytes)
+    changes = Changes(best.sizes, draw)
     table = list(first)
-    cost = best.stages.cost(table)
-    score = _score(cost, limit, largest)
-    least = _Scored(score, first)
+    cost, score = best.scored(table, limit)
+    least = (score, first)
     for number in range(tries):
         flips = changes.of(table, cost)
         flip(table, flips)
-        new_cost = best.stages.cost(table)
-        new_score = _score(new_cost, limit, largest)
+        new_cost, new_score = best.scored(table, limit)
         worse = new_score - score
-        temperature = HEAT * largest * (1 - number / tries)
+        temperature = HEAT * best.largest * (1 - number / tries)
         if worse <= 0 or draw.random() < math.exp(-worse / temperature):
             score = new_score
             cost = new_cost
             best.add(cost.bytes, cost.work, table)
-            if score < least.score:
-                least = _Scored(score, tuple(table))
+            if score < least[0]:
+                least = (score, tuple(table))
         else:
             flip(table, flips)
     return least
@@ -280,18 +435,14 @@ def _improve(best: Front, first: Packed, limit: float, tries: int, draw: random.
 
 def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
     """Change a table as long as giving up a map at the peak helps, each time by the change that helps most."""
-    sizes = best.sizes
-    changes = Changes(sizes, random.Random(0))
-    largest = max(sizes.bytes)
-    cost = best.stages.cost(table)
-    least = _score(cost, limit, largest)
+    changes = Changes(best.sizes, random.Random(0))
+    cost, least = best.scored(table, limit)
     while tries > 0:
         best_flips: Sequence[Flip] = ()
         for flips in changes.evictions(table, cost):
             flip(table, flips)
-            new_cost = best.stages.cost(table)
+            new_cost, score = best.scored(table, limit)
             best.add(new_cost.bytes, new_cost.work, table)
-            score = _score(new_cost, limit, largest)
             flip(table, flips)
             tries -= 1
             if score < least:
@@ -301,9 +452,3 @@ def _descend(best: Front, table: Table, limit: float, tries: int) -> None:
             return
         flip(table, best_flips)
         cost = best.stages.cost(table)
-
-
-def _score(cost: Cost, limit: float, largest: int) -> float:
-    """Return bytes, and many more for work beyond the limit."""
-    excess = max(0.0, cost.work - limit - LITTLE_WORK)
-    return cost.bytes + MEAN * cost.mean + largest * (PRICE * cost.work + 10 * excess)

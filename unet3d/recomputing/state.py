@@ -10,7 +10,7 @@ that are observers change nothing; where a network's own would be lost, others a
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,17 +18,6 @@ from torch import Tensor
 from unet3d.recomputing.graph import Value, Weight
 
 T = TypeVar("T")
-
-
-class Statistics(NamedTuple):
-    """The statistics of a normalisation (x - mean) * inverse_std, of shape (N or 1, C or groups), each of `voxels`.
-
-    0 voxels say that they are constants, of evaluation.
-    """
-
-    mean: Tensor
-    inverse_std: Tensor
-    voxels: int
 
 
 @dataclass
@@ -39,7 +28,7 @@ class State:
     dtype: torch.dtype  # of maps
     weights: Mapping[str, Tensor]  # parameters, buffers, constants and derived tensors by name
     on_cpu: bool = True  # else each call costs a launch, and what is small stays for the whole pass
-    statistics: dict[Value, Statistics] = field(default_factory=dict)
+    statistics: dict[Value, tuple[Tensor, Tensor, int]] = field(default_factory=dict)  # of `normalisation.Norm`
     sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
     of_tile: dict[str, Tensor] = field(default_factory=dict)  # the same, not yet added

@@ -36,8 +36,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from unet3d.base.errors import UserError, reason
 from unet3d.recomputing.exported import Reader
-from unet3d.recomputing.graph import Graph
-from unet3d.recomputing.nodes import OURS
+from unet3d.recomputing.graph import OURS, Graph
 from unet3d.recomputing.readable import code_of, modules_of, tensors_of, values_by_path
 from unet3d.recomputing.state import only_watches
 
@@ -81,19 +80,15 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
         except UserError:
             raise
         except Exception as error:  # torch.export has no common type of error
-            line, problem = watch.cause, _known_cause(error)
+            names = re.findall(r"<class '([^']*)'>", str(error)) or ["an object of its own"]
+            problem = next((cause.format(*names) for part, cause in CAUSES if part in str(error)), None)
+            line = watch.cause
             if line is None and problem is None:
                 line = cannot_take(model, image.shape, image.dtype, image.device)
                 first = next(filter(str.strip, str(error).splitlines()), type(error).__name__).strip()
                 problem = f"{first}; use torch.utils.checkpoint on its children instead"
             name = type(model).__name__
             raise UserError(line or f"{name} cannot be traced{_place_in_forward(error)}: {problem}") from error
-
-
-def _known_cause(error: Exception) -> str | None:
-    """Return in words what torch.export does not trace, if it is one of the known causes."""
-    names = re.findall(r"<class '([^']*)'>", str(error)) or ["an object of its own"]
-    return next((cause.format(*names) for part, cause in CAUSES if part in str(error)), None)
 
 
 def _place_in_forward(error: BaseException) -> str:

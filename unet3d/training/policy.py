@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.model import half_precision
-from unet3d.recomputing.function import call_by_program
 from unet3d.recomputing.program import Program
+from unet3d.recomputing.run import call_by_program
 from unet3d.recomputing.trace import refuse_hooks
 from unet3d.training.checkpointing import checkpointed
 

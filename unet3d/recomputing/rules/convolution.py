@@ -18,14 +18,6 @@ from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, row
 Three = tuple[int, ...]  # a number for each axis D H W
 
 
-class AxisSettings(NamedTuple):
-    """The arguments of a convolution along one axis."""
-
-    stride: int
-    padding: int
-    reach: int  # rows from the kernel's first to its last
-
-
 class ConvolutionSettings(NamedTuple):
     """The arguments of a convolution."""
 
@@ -43,11 +35,11 @@ class ConvolutionSettings(NamedTuple):
         """Return the arguments with which torch's kernels are called."""
         return self.stride, tile.padding, self.dilation, self.is_transposed, tile.output_padding, self.groups
 
-    def along(self, axis: int) -> AxisSettings:
-        """Return the arguments along an axis of N C D H W."""
+    def along(self, axis: int) -> Three:
+        """Return stride, padding and reach along an axis of N C D H W: the rows from a kernel's first to its last."""
         place = axis - 2
         reach = self.dilation[place] * (self.kernel[place] - 1) + 1
-        return AxisSettings(self.stride[place], self.padding[place], reach)
+        return self.stride[place], self.padding[place], reach
 
 
 def settings_of(value: Value) -> ConvolutionSettings:
@@ -196,8 +188,8 @@ class Convolution(AnyConvolution):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis):
             return False
-        along = settings_of(value).along(axis)
-        return along.padding < along.reach  # else some rows are made from padding alone
+        _, padding, reach = settings_of(value).along(axis)
+        return padding < reach  # else some rows are made from padding alone
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         low, high = self._reach(value, axis, span)
@@ -210,11 +202,11 @@ class Convolution(AnyConvolution):
         """Return the rows of a tile for which torch computes by oneDNN: that depends on C x D x H of one image."""
         if value.shape[0] > 1 or axis == 4:
             return 1
-        along = settings_of(value).along(axis)
+        stride, _, reach = settings_of(value).along(axis)
         source = value.inputs[0].shape
         row = source[1] * source[5 - axis]
         fewest = ONEDNN // row + 1  # rows of the input
-        steps = math.ceil((fewest - along.reach) / along.stride)
+        steps = math.ceil((fewest - reach) / stride)
         return max(1, steps + 1)
 
     def tile_input(self, work: Work, rows: Tensor) -> TileInput:
@@ -232,11 +224,10 @@ class Convolution(AnyConvolution):
             return TileInput(rows.contiguous(), padding)
         before = max(-low, 0)
         behind = max(high - value.inputs[0].shape[axis], 0)
-        along = settings_of(value).along(axis)
+        stride, all_padding, _ = settings_of(value).along(axis)
         is_at_end = before > 0 or behind > 0
-        if is_at_end and not state.on_cpu and along.stride == 1 and {before, behind} <= {0, along.padding}:
-            surplus = (along.padding - before, along.padding - behind)
-            return TileInput(rows.contiguous(), padding, (0, 0, 0), *surplus)
+        if is_at_end and not state.on_cpu and stride == 1 and {before, behind} <= {0, all_padding}:
+            return TileInput(rows.contiguous(), padding, (0, 0, 0), all_padding - before, all_padding - behind)
         padding[axis - 2] = 0
         if is_at_end:
             rows = pad_along(rows, axis, before, behind)
@@ -246,11 +237,10 @@ class Convolution(AnyConvolution):
 
     def _reach(self, value: Value, axis: int, span: Span) -> Span:
         """Return the rows of the input under the kernel, also those outside of it."""
-        along = settings_of(value).along(axis)
+        stride, padding, reach = settings_of(value).along(axis)
         first, end = span
-        low = first * along.stride - along.padding
-        last = (end - 1) * along.stride - along.padding
-        return low, last + along.reach
+        low = first * stride - padding
+        return low, (end - 1) * stride - padding + reach
 
     def _halves(self, work: Work, rows: Tensor, length: int) -> Halves | None:
         """Return how a tile is cut into two images; None where torch's kernel is fast for one.
@@ -266,9 +256,9 @@ class Convolution(AnyConvolution):
         is_small = channels * size[0] * size[1] <= ONEDNN
         if images > 1 or not is_small or channels < FEWEST_CHANNELS or rows.element_size() <= HALF_PRECISION:
             return None
-        along = settings.along(state.axis)
+        stride, _, reach = settings.along(state.axis)
         half = (work.rows + 1) // 2
-        return Halves(state.axis, work.rows, half, 2 * half - work.rows, along.stride, along.reach)
+        return Halves(state.axis, work.rows, half, 2 * half - work.rows, stride, reach)
 
 
 @rule("conv_transpose3d")
@@ -278,18 +268,17 @@ class TransposedConvolution(AnyConvolution):
     def serves(self, value: Value, axis: int) -> bool:
         if not super().serves(value, axis):
             return False
-        along = settings_of(value).along(axis)
+        stride, padding, reach = settings_of(value).along(axis)
         length = value.inputs[0].shape[axis]
-        end = (length - 1) * along.stride - along.padding + along.reach
         # Else there are rows that no kernel reaches.
-        return value.shape[axis] <= end and along.stride <= along.reach
+        return value.shape[axis] <= (length - 1) * stride - padding + reach and stride <= reach
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
-        along = settings_of(value).along(axis)
+        stride, padding, reach = settings_of(value).along(axis)
         length = value.inputs[0].shape[axis]
         first, end = span
-        low = math.ceil((first + along.padding + 1 - along.reach) / along.stride)
-        high = (end - 1 + along.padding) // along.stride + 1
+        low = math.ceil((first + padding + 1 - reach) / stride)
+        high = (end - 1 + padding) // stride + 1
         # One row at least, also for rows that are made from none.
         low = min(max(low, 0), length - 1)
         high = max(min(high, length), low + 1)
@@ -306,15 +295,15 @@ class TransposedConvolution(AnyConvolution):
         value, state, *_ = work
         axis = state.axis
         settings = settings_of(value)
-        along = settings.along(axis)
+        stride, padding_before, reach = settings.along(axis)
         rows = rows.to(state.dtype).contiguous()
         padding = list(settings.padding)
         low, high = work.sources[0]
         first, end = work.span
         if (low, high, first, end) == (0, value.inputs[0].shape[axis], 0, value.shape[axis]):
             return TileInput(rows, padding, settings.output_padding)
-        before = first + along.padding - low * along.stride
-        behind = (high - low - 1) * along.stride + along.reach - before - work.rows
+        before = first + padding_before - low * stride
+        behind = (high - low - 1) * stride + reach - before - work.rows
         left_out = min(before, behind)  # of rows that are not asked for, torch leaves out as many at both ends
         padding[axis - 2] = left_out
         output_padding = list(settings.output_padding)

@@ -20,7 +20,7 @@ from torch import Tensor
 from unet3d.recomputing.graph import Value, Weight
 from unet3d.recomputing.rules import Gradients, Work, rule
 from unet3d.recomputing.rules.pointwise import Pointwise, multiplied
-from unet3d.recomputing.state import State, Statistics
+from unet3d.recomputing.state import State
 
 LARGE = 2**24  # numbers from which on a kernel of few blocks takes longer than one more launch
 BLOCKS = 1024  # that keep all multiprocessors of a GPU at work
@@ -54,9 +54,12 @@ def take_statistics(value: Value, raw: Tensor, state: State) -> None:
     else:
         mean, variance = _moments(x, state)
     if averages and uses_batch:
-        _update(averages, mean.view(images, -1), variance.view(images, -1), voxels, momentum)
+        # As the layer does it, of several images by their mean.
+        unbiased = variance * (voxels / max(voxels - 1, 1))
+        for average, now in zip(averages, (mean, unbiased), strict=True):
+            average.lerp_(now.view(images, -1).mean(0).to(average.dtype), momentum)
     inverse_std = (variance + eps).rsqrt()
-    state.statistics[value] = Statistics(mean.view(images, -1), inverse_std.view(images, -1), voxels)
+    state.statistics[value] = mean.view(images, -1), inverse_std.view(images, -1), voxels
 
 
 def _moments(x: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -76,13 +79,6 @@ def _moments(x: Tensor, state: State) -> tuple[Tensor, Tensor]:
     means, variances = (moment.view(images, channels, count) for moment in (mean, variance))
     between, mean = torch.var_mean(means, (0, 2), correction=0)
     return mean, variances.mean((0, 2)).add_(between)
-
-
-def _update(averages: Sequence[Tensor], mean: Tensor, variance: Tensor, voxels: int, momentum: float) -> None:
-    """Update running mean and variance as the layer does it, of several images by their mean."""
-    unbiased = variance * (voxels / max(voxels - 1, 1))
-    for average, now in zip(averages, (mean, unbiased), strict=True):
-        average.lerp_(now.mean(0).to(average.dtype), momentum)
 
 
 def _exact(x: Tensor) -> torch.dtype:
@@ -274,17 +270,19 @@ class Normalisation(Pointwise):
 
 def norm_of(value: Value, state: State) -> "Norm":
     """Return a normalisation whose statistics have been taken."""
-    return Norm(value, state, *state.statistics[value])
+    return Norm(value, state, *state.statistics[value], *weight_and_bias(value))
 
 
 class Norm(NamedTuple):
-    """A normalisation in a pass, whose statistics are known."""
+    """A normalisation (x - mean) * inverse_std in a pass, whose statistics are known."""
 
     value: Value
     state: State
     mean: Tensor  # N or 1, C or groups
     inverse_std: Tensor
     voxels: int  # of each statistic; 0: they are constants, of evaluation
+    weight: Weight | None
+    bias: Weight | None
 
     def affine(self) -> Affine:
         """Return it as a function of its input, on a GPU."""
@@ -309,13 +307,12 @@ class Norm(NamedTuple):
         """Return mean, scale and bias of each channel, (N or 1, C)."""
         mean = self._per_channel(self.mean)
         scale = self._scale()
-        _, bias = weight_and_bias(self.value)
-        return mean, scale, None if bias is None else self._exact(bias).expand_as(scale)
+        return mean, scale, None if self.bias is None else self._exact(self.bias).expand_as(scale)
 
     def _scale(self) -> Tensor:
         """Return the factor of each channel, (N or 1, C)."""
         inverse_std = self._per_channel(self.inverse_std)
-        weight, _ = weight_and_bias(self.value)
+        weight = self.weight
         if weight is None:
             return inverse_std
         return self.state.once(("scale", self.value), lambda: inverse_std * self._exact(weight))
@@ -351,9 +348,8 @@ class Norm(NamedTuple):
             return
         of_bias, of_scale = _of_whole_channels(state.sums[self.value])
         state.sums[self.value] = (of_bias, of_scale)
-        weight, bias = weight_and_bias(self.value)
-        state.add_gradient_of_images(bias, of_bias)
-        state.add_gradient_of_images(weight, self._of_weight(of_scale))
+        state.add_gradient_of_images(self.bias, of_bias)
+        state.add_gradient_of_images(self.weight, self._of_weight(of_scale))
 
     def _of_weight(self, of_scale: Tensor) -> Tensor:
         """Return the gradients of the weight, N C, of each image's part."""
@@ -388,9 +384,8 @@ class Norm(NamedTuple):
             return None
         of_bias, of_scale = sums
         if self.state.on_cpu or self.value.op == "group_norm":
-            weight, _ = weight_and_bias(self.value)
-            if weight is not None:
-                factor = self._exact(weight)
+            if self.weight is not None:
+                factor = self._exact(self.weight)
                 of_bias = of_bias * factor
                 of_scale = of_scale * factor
             inverse_std = self._per_channel(self.inverse_std)

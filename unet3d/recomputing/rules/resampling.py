@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet3d.recomputing.graph import Graph, Value, leaves
-from unet3d.recomputing.nodes import InPrecision
+from unet3d.recomputing.graph import Graph, Value, leaves, needed_for
 from unet3d.recomputing.rules import Gradients, Rule, Span, Work, pad_along, rule, shape_of_rows
 from unet3d.recomputing.rules.convolution import three
 
@@ -183,11 +182,7 @@ def in_two_steps(graph: Graph, axis: int) -> Graph:
     values: list[Value] = []
     for value in graph.values:
         values += [*_first_steps(value, axis), value]
-    needed = set(graph.outputs)
-    for value in reversed(values):
-        if value in needed:
-            needed.update(value.inputs)
-    return replace(graph, values=tuple(value for value in values if value in needed))
+    return replace(graph, values=needed_for(graph.outputs, values))
 
 
 def _first_steps(value: Value, axis: int) -> list[Value]:
@@ -230,7 +225,7 @@ def _first_steps(value: Value, axis: int) -> list[Value]:
 
 def _dimensions(value: Value) -> tuple[int, ...] | None:
     """Return the dimensions over which an operation goes, of a map's five or a view's three; None if it is none."""
-    if len(value.inputs) != 1 or value.kwargs or isinstance(value.target, InPrecision):
+    if len(value.inputs) != 1 or value.kwargs or value.has_own_precision:
         return None
     source = value.inputs[0].shape
     if value.op in PLACE:
