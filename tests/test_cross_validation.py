@@ -159,7 +159,7 @@ def test_one_file_has_all_folds_and_removes_what_was_decided(
         assert float(rows["phantom_000"]["dice/organ"]) == pytest.approx(expected)
 
 
-@promise("checkpoints and run folders", "post-processing in a file is numbers of its classes, and nothing else")
+@promise("checkpoints and run folders", "post-processing in a file is numbers of its classes")
 @pytest.mark.slow
 @without("unet3d.run.checkpoint._refuse_contradictions", no, only="background")
 @pytest.mark.parametrize(

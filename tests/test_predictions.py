@@ -491,8 +491,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 @promise(
     "what is printed and written",
-    "a label map is neither skipped nor replaced on the word of its name: `predictions.jsonl`, plain lines of which "
-    "damaged ones count for nothing, has to say that this network wrote these bytes from this image",
+    "a label map is neither skipped nor replaced by its name alone: a plain line of `predictions.jsonl` "
+    "has to say that this network wrote these bytes from this image",
 )
 @promise("Prediction", "a label map that ...")
 def test_label_maps_of_others_are_neither_skipped_nor_replaced(

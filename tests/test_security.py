@@ -213,8 +213,7 @@ def test_a_checkpoint_cannot_ask_for_the_environment(given: Callable[[Change], P
 
 @promise(
     "checkpoints and run folders",
-    "what a network was trained on (spacing, extent, range of each channel) is a few finite numbers of a file, and "
-    "nothing else",
+    "what a network was trained on (spacing, extent, range of each channel) is a few finite numbers",
 )
 @promise(
     "Checkpoints",
@@ -372,8 +371,8 @@ hydra:
 
 @promise(
     "checkpoints and run folders",
-    "a run is rebuilt from its `config.yaml` as plain typed values: nothing of a run folder is composed by Hydra, "
-    "resolved or instantiated",
+    "a run is rebuilt from its `config.yaml` as plain typed values: Hydra composes, resolves and "
+    "instantiates nothing of a run folder",
 )
 @promise(
     "Run folders and checkpoints of strangers",

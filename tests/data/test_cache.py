@@ -483,8 +483,8 @@ def loaded(file: IO[bytes], shapes: object) -> dict[str, np.ndarray]:
 
 @promise(
     "data sets",
-    "files of `data.cache=disk` are mapped as numbers; archives, pickles and objects in their place are not opened, "
-    "whatever their digests say, and arrays of other sizes are not used",
+    "files of `data.cache=disk` are mapped as numbers; archives, pickles, objects and arrays of other "
+    "sizes are not used, whatever their digests say",
 )
 @without("unet3d.data.cache._mapped", loaded)
 def test_digests_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,11 +527,7 @@ def test_an_array_with_a_forged_shape_is_made_again(tmp_path: Path, shape: tuple
     assert np.array_equal(found, NUMBERS["voxels"])
 
 
-@promise(
-    "data sets",
-    "no link in `data.cache_root` is followed: nothing outside is read, written or removed, and a pipe is not "
-    "waited for",
-)
+@promise("data sets", "no link in `data.cache_root` is followed, and a pipe is not waited for")
 @promise("Data", "a link or a folder in place of a prepared case", "replaced; refused; nothing behind it is touched")
 def test_a_link_is_replaced_and_what_is_behind_it_stays(tmp_path: Path) -> None:
     """Whoever may write to a cache that is shared may not make others read and write files of their own."""

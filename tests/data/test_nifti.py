@@ -319,8 +319,8 @@ def reading(stream: gzip.GzipFile, offset: int) -> None:
 
 @promise(
     "data sets",
-    "gzip is inflated in pieces, and only the voxels that the header names are kept: at most 1032 times the file, "
-    "deflate's limit, and 2^31 voxels",
+    "gzip is inflated in pieces, and only the voxels that the header names are kept: at most 1032 times "
+    "the file (deflate's limit) and 2^31 voxels",
 )
 @without("gzip.GzipFile.seek", reading)
 def test_voxels_far_into_the_stream_take_no_memory_for_what_is_before_them(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_voxels_far_into_the_stream_take_no_memory_for_what_is_before_them(tmp_p
 
 @promise(
     "data sets",
-    "what a small gzip file holds before and behind its voxels is not inflated without end: at most 64 MiB and 1 MiB",
+    "what a small gzip file holds before and behind its voxels is inflated to at most 64 MiB and 1 MiB",
 )
 @without("unet3d.data.nifti.MAX_TRAILING", 2**21, only="1048577")
 @pytest.mark.parametrize(("extra", "is_read"), [(2**20, True), (2**20 + 1, False), (2**27, False)])

@@ -63,8 +63,8 @@ def test_each_job_of_a_sweep_has_the_plan(plan: Path, tmp_path: Path) -> None:
 
 @promise(
     "checkpoints and run folders",
-    "a plan (`plan=FILE`) is plain values of a few options: it names no code, account, checkpoint or folder but "
-    "`data.root`, and is checked as options are",
+    "a plan (`plan=FILE`) is plain values of a few options, checked as options are: no code, account, "
+    "checkpoint or folder but `data.root`",
 )
 @pytest.mark.parametrize(
     ("text", "named"),
