@@ -242,7 +242,7 @@ def _summary(subject: MemoryEstimate) -> str:
 def _kinds_of_peak(subject: MemoryEstimate) -> Table:
     """Return a row for each kind of predicted peak: exact, replay, or not known here."""
     rows = [["tensors", mib(subject.step.tensors), "exact count"]]
-    if build.device_type(subject.config) == "cuda":
+    if subject.meter.for_gpu:
         step = peak_of(subject.ledger, Settings())
         rows += [
             ["requested: with workspaces of convolutions", mib(step.requested), "estimate"],
@@ -312,15 +312,15 @@ def print_peaks(jobs: Sequence[Sequence[str]], half: bool, out: Path | None) -> 
     rows = []
     cells: list[list] = []
     for name, values in settings.items():
-        row = [name, "", "", "", "skipped"]
-        sizes: tuple[int | None, ...] = (None, None)
         subject = estimates.get(name)
-        if subject is not None:
-            sizes = subject.parameters, subject.step.tensors
-            change = f"{subject.step.tensors / first_peak - 1:+.1%}"
-            row = [name, f"{sizes[0]:,}", mib(subject.step.tensors), change, tables.moment(subject.entry)]
-        rows.append(row)
-        cells.append([name, *map(values.get, keys), *sizes])
+        if subject is None:
+            rows.append([name, "", "", "", "skipped"])
+            cells.append([name, *map(values.get, keys), None, None])
+            continue
+        peak = subject.step.tensors
+        change = f"{peak / first_peak - 1:+.1%}"
+        rows.append([name, f"{subject.parameters:,}", mib(peak), change, tables.moment(subject.entry)])
+        cells.append([name, *map(values.get, keys), subject.parameters, peak])
     _print_table(["config", "parameters", "peak (MiB, predicted)", "change", "peak reached in"], rows)
     for name, error in skipped.items():
         print(escaped(f"skipped: {name}: {error}"))

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from unet3d import build
 from unet3d.base.errors import ForeseenError, UserError, escaped, is_out_of_memory, reason
 from unet3d.base.terminal import NARROW, plain_text
-from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib
+from unet3d.base.types import MIB, Batch, Table, budget_bytes, mib, percent
 from unet3d.config.schema import Config
 from unet3d.memory import tables, user_step
 from unet3d.memory.breakdown import by_layer, cut_name, describe, dtype_name, layer_names, peak_moment
@@ -106,11 +106,9 @@ class Explanation:
         yield "Memory of a step, by phase", tables.phases(self.entry | {"phase_ends": {}})
         yield "At the peak, by category", tables.categories(self.ledger)
         largest = sorted(self.layers, key=lambda row: -row["bytes"])[:LAYERS_SHOWN]
-        rows = []
-        for layer in self.layers:
-            if layer in largest:
-                share = layer["bytes"] / self.ledger["peak_bytes"]
-                rows.append([layer["module"], mib(layer["bytes"]), f"{share:.1%}"])
+        peak = self.ledger["peak_bytes"]
+        sizes = [(layer["module"], layer["bytes"]) for layer in self.layers if layer in largest]
+        rows = [[name, mib(size), percent(size, peak)] for name, size in sizes]
         yield f"At the peak, the {len(rows)} largest layers in order", Table(["layer", "MiB", "share"], rows)
 
 

@@ -126,7 +126,7 @@ def peak_of(ledger: Ledger, settings: Settings | None = None) -> Peak:
 REQUESTED = "requested_bytes.all.current"
 REQUESTED_PEAK = "requested_bytes.all.peak"
 PEAKS = ("allocated_bytes.all.peak", REQUESTED_PEAK, "reserved_bytes.all.peak")
-MOST_ROWS = 100  # Most rows of `largest_excesses`.
+MOST_ROWS = 100  # Most rows of `workspaces`.
 R = TypeVar("R")
 
 
@@ -176,11 +176,6 @@ class CudaLedger(Ledger):
         place = self.layer(self._scope().module), self.marks[-1][1]
         self.excesses[place] = max(self.excesses[place], excess)
         return result
-
-    def largest_excesses(self) -> list[dict[str, Any]]:
-        """Return one row per layer and phase, the largest first."""
-        largest = sorted(self.excesses.items(), key=lambda item: -item[1])
-        return [{"module": layer, "phase": phase, "bytes": size} for (layer, phase), size in largest[:MOST_ROWS]]
 
 
 MEASURED_STEPS = 3  # gradients and optimizer state appear in the first, the third repeats the second
@@ -362,9 +357,10 @@ class CudaMeter(LedgerMeter):
             "retries": self.retries,
             "device_used_bytes": total - free,  # All processes on it, with their CUDA contexts.
         }
-        workspaces = self.ledger.largest_excesses()
-        if workspaces:
-            summary["workspaces"] = workspaces
+        largest = sorted(self.ledger.excesses.items(), key=lambda item: -item[1])[:MOST_ROWS]
+        if largest:
+            rows = [{"module": layer, "phase": phase, "bytes": size} for (layer, phase), size in largest]
+            summary["workspaces"] = rows
         summary["ledger"] = super().summary()
         return summary
 

@@ -1,6 +1,6 @@
 """memory.json's entries as tables of text and sentences, for the terminal, the report and wandb."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from unet3d.base.types import Table, mib, percent
@@ -166,26 +166,26 @@ def categories(entry: Entry) -> Table:
 
 def levels(entry: Entry) -> Table:
     """Return one row per level of the U with its bytes at the peak."""
-    names = {0: "0 (full)"}
-    return _by_category(entry.get("levels", []), {"level": lambda row: names.get(row["level"], str(row["level"]))})
+    return _by_category(entry.get("levels", []), {"level": "level"}, {0: "0 (full)"})
 
 
 def layers(entry: Entry) -> Table:
     """Return one row per layer with its bytes at the peak, in the order of the network."""
-    names = {None: ""}
-    columns = {"layer": lambda row: row["module"], "level": lambda row: names.get(row["level"], str(row["level"]))}
-    return _by_category(entry.get("layers", []), columns)
+    return _by_category(entry.get("layers", []), {"layer": "module", "level": "level"}, {None: ""})
 
 
-def _by_category(rows: Sequence[Entry], columns: Mapping[str, Callable[[Entry], str]]) -> Table:
-    """Return each row's names, bytes, share and bytes by category, without the categories that no row has."""
+def _by_category(rows: Sequence[Entry], columns: Mapping[str, str], names: Mapping[Any, str]) -> Table:
+    """Return of each row what the columns' keys hold, bytes, share and bytes by category, where any row has these.
+
+    `names`: what stands for some values.
+    """
     shown = [category for category in NAMES if any(mib(row[category]) != "0.0" for row in rows)]
     total = sum(row["bytes"] for row in rows)
     cells = []
     for row in rows:
-        names = [name_of(row) for name_of in columns.values()]
+        values = [names.get(row[key], str(row[key])) for key in columns.values()]
         sizes = [mib(row[category]) if row[category] else "" for category in shown]
-        cells.append([*names, mib(row["bytes"]), percent(row["bytes"], total), *sizes])
+        cells.append([*values, mib(row["bytes"]), percent(row["bytes"], total), *sizes])
     headings = [f"{NAMES[category]} (MiB)" for category in shown]
     return Table([*columns, "MiB", "share", *headings], cells)
 
