@@ -111,7 +111,7 @@ def _explain_module(arguments: argparse.Namespace, jobs: Sequence[Sequence[str]]
 
     make = partial(OwnNetwork, arguments.module, keywords)
     if arguments.below is not None:
-        return print_check(lambda: make().predict(shape, configs[0]), configs[0], arguments)
+        return print_check(lambda: make().explain(shape, configs[0]), configs[0], arguments)
     if len(jobs) > 1:
         print_peaks_of(make(), shape, jobs, configs)
     else:

@@ -40,16 +40,16 @@ from unet3d.report.plots import comparison_plot
 from unet3d.run import record
 from unet3d.run.pretrained import with_init_names
 
-GROUPS_SHOWN = 10  # of tensors
+GROUPS_SHOWN = 10  # Groups of tensors.
 ABOVE = 1  # the exit code where the peak is more than the limit
-ROWS_SHOWN = 24  # of the table of what fits
+ROWS_SHOWN = 24  # Rows of the table of what fits.
 ESCAPED = re.compile(r"[\\](.)")
 TYPED = {"True": "true", "False": "false", "None": "null"}
 BATCHES = (1, 2, 4, 8)
-SCALES = (0.25, 0.5, 1, 1.5, 2)  # of widths
+SCALES = (0.25, 0.5, 1, 1.5, 2)  # Times the widths.
 WORK = "recompute: forward passes in a step"
-SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # of the patch's sides
-POINTS = len(BATCHES + SCALES + SIZES)  # of a job, at most
+SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # Times the patch's sides.
+POINTS = len(BATCHES + SCALES + SIZES)  # A job has at most this many.
 
 
 def estimated(overrides: Sequence[str], half: bool) -> MemoryEstimate:
@@ -272,7 +272,7 @@ def _family_table(relatives: Sequence[MemoryEstimate]) -> Table:
     for relative in relatives:
         peak = relative.step.tensors
         widths = "-".join(map(str, relative.model.features))
-        share = f"{relative.entry['levels'][0]['bytes'] / peak:.0%}"  # of full resolution
+        share = f"{relative.entry['levels'][0]['bytes'] / peak:.0%}"  # The first level has full resolution.
         rows.append([relative.name, widths, f"{relative.parameters:,}", mib(peak), share, _joined(relative)])
     return Table(columns, rows)
 
@@ -453,9 +453,9 @@ def print_fit(overrides: Sequence[str]) -> None:
 
 def print_module(own: OwnNetwork, shape: Sequence[int], config: Config, flags: argparse.Namespace) -> None:
     """Print where the memory of a step goes; with `flags.out`, also write a page there. Raises UserError."""
-    explanations = [own.predict(shape, config, flags.depth)]
+    explanations = [own.explain(shape, config, flags.depth)]
     if flags.measure:
-        explanations.append(own.measure(shape, config, flags.depth))
+        explanations.append(own.explain(shape, config, flags.depth, is_measured=True))
     print(*explanations, sep="\n\n")
     if explanations[0].program is not None:
         print(recompute_line(config, explanations[0].program))
@@ -473,7 +473,7 @@ def print_peaks_of(
     rows: list[list[str]] = []
     first_peak = 0
     for name, config in track(list(zip(settings_of(jobs), configs, strict=True)), "steps"):
-        found = own.predict(shape, config)
+        found = own.explain(shape, config)
         first_peak = first_peak or found.peak_bytes
         program = found.program
         work = "" if program is None else f"{program.schedule.work - 1:+.0%}" if program.saves_memory else "runs plain"

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from unet3d.memory.meter import Peak
     from unet3d.planning.steps import MeasureStep, Padding, Schedule
 
-SHARE_OF_HOST = 0.5  # of this machine's memory, without a budget on a CPU
-SHARE_OF_CARD = 0.9  # of a GPU's
-ANY_PATCH = "data.patch=[1024,1024,1024]"  # until one is planned: any network takes it
+SHARE_OF_HOST = 0.5  # The share of this machine's memory that is the budget on a CPU.
+SHARE_OF_CARD = 0.9  # The same of a GPU's.
+ANY_PATCH = "data.patch=[1024,1024,1024]"  # Any network takes it until a patch is planned.
 OWN = ("time", "like")  # words that are no options of a run
 BUDGETS = ("4GiB", "8GiB", "11GiB", "24GiB", "80GiB")
 PATCH = re.compile(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){2}")
@@ -306,7 +306,7 @@ def _of_module(arguments: argparse.Namespace, config: Config) -> "tuple[MeasureS
 
     def measure(config: Config, patch: Triple) -> "Peak":
         shape = (config.batch, arguments.channels, *patch)
-        return peak_of(own.predict(shape, config).meter.ledger)
+        return peak_of(own.explain(shape, config).meter.ledger)
 
     unit = arguments.multiple or MODULE_MULTIPLE
     return measure, padded_to((unit, unit, unit)), f"{own.path}: patches of multiples of {unit} voxels"

@@ -266,7 +266,7 @@ class Pool:
         return best if block_size < limit else None
 
     def _segment(self, size: int, before: Block | None = None) -> Block:
-        """Return a new block at the end: a segment of its own, or more of the segment whose last block is `before`."""
+        """Return a new block at the end: a new segment, or more of the segment whose last block is `before`."""
         block = Block(self._end, size, before)
         self._end += size
         if before is not None:

@@ -205,7 +205,7 @@ def _explanation(model: nn.Module, kind: str, batch: Batch, policy: MemoryPolicy
 
 
 def compare(meter: LedgerMeter, name: str, limit: int, depth: int | None = None) -> tuple[dict[str, Any], str]:
-    """Return predicted steps of a network beside a limit (bytes): the object of `--json`, and its line.
+    """Compare predicted steps of a network with a limit (bytes). Return the object of `--json`, and its line.
 
     The object's names stay as long as its version. The limit is for the last kind of peak, as with `budget=`. Layers
     have their full names; the object's `layers` are summed up by the first `depth` parts of these, None: by all.
@@ -295,27 +295,28 @@ class OwnNetwork:
         self.network = network
         self._prepared: dict[Any, Program] = {}  # what the plans of recompute share
 
-    def predict(self, shape: Sequence[int], config: Config, depth: int | None = None) -> Explanation:
-        """Return the prediction of a step with an input of N C D H W; its `guesses` are no warnings."""
-        with self._failures_refused(_step(shape)), warnings.catch_warnings(action="ignore"):
-            device_type = build.device_type(config)
-            return predict(self._trained(config), shape, amp=_amp(config), device=device_type, depth=depth)
+    def explain(
+        self, shape: Sequence[int], config: Config, depth: int | None = None, is_measured: bool = False
+    ) -> Explanation:
+        """Return the account of a step with an input of N C D H W: predicted, or measured on the config's device.
 
-    def measure(self, shape: Sequence[int], config: Config, depth: int | None) -> Explanation:
-        """Return what steps on the config's device have measured."""
-        device = build.device(config)
-        with self._failures_refused(_step(shape)):
-            self.network.to(device)
-            return explain(self._trained(config), shape, amp=_amp(config), depth=depth)
-
-    def _trained(self, config: Config) -> nn.Module:
-        """Return the network as the config's recompute has it: it shares the network's weights."""
+        The `guesses` of a prediction are no warnings. With recompute the network shares its weights with this one.
+        """
         plan: Any = config.recompute
-        if plan == "none":
-            return self.network
-        trained = Recomputed(self.network, plan)
-        schedules_of(trained).prepared = self._prepared
-        return trained
+        amp = config.amp_dtype if config.amp and config.amp_dtype != "auto" else config.amp
+        size = "x".join(map(str, shape))
+        with self._failures_refused(f"a step with --input {size} fails"), warnings.catch_warnings():
+            if is_measured:
+                self.network.to(build.device(config))
+            else:
+                warnings.simplefilter("ignore")
+            network = self.network
+            if plan != "none":
+                network = Recomputed(self.network, plan)
+                schedules_of(network).prepared = self._prepared
+            if is_measured:
+                return explain(network, shape, amp=amp, depth=depth)
+            return predict(network, shape, amp=amp, device=build.device_type(config), depth=depth)
 
     @contextmanager
     def _failures_refused(self, problem: str) -> Iterator[None]:
@@ -326,15 +327,6 @@ class OwnNetwork:
             if isinstance(error, ForeseenError) or is_out_of_memory(error):
                 raise
             text = f"{problem}: {reason(error)}"
-            if isinstance(error, ImportError):  # MONAI goes on with advice and a trace
+            if isinstance(error, ImportError):  # MONAI adds advice and a trace.
                 text = f"needs a package that is not installed: {escaped(str(error).partition(chr(10))[0])}"
             raise UserError(f"--module {self.path}: {text}") from error
-
-
-def _step(shape: Sequence[int]) -> str:
-    return f"a step with --input {'x'.join(map(str, shape))} fails"
-
-
-def _amp(config: Config) -> bool | str:
-    """Return mixed precision as `unet3d.memory.predict` takes it."""
-    return config.amp_dtype if config.amp and config.amp_dtype != "auto" else config.amp

@@ -56,25 +56,22 @@ class Levels:
 
     def __init__(self, ledger: Ledger) -> None:
         stages = {stage_of(storage.scope.module) for storage in ledger.storages}
-        depths = [int(stage.removeprefix("down")) for stage in stages if re.fullmatch(r"down\d+", stage)]
-        self._depth = max(depths, default=0) if "inc" in stages else None  # None: of another network
+        depth = max((int(stage[4:]) for stage in stages if re.fullmatch(r"down\d+", stage)), default=0)
+        self._level_of: dict[str, int] = {}  # Of each stage; empty for another network.
+        if "inc" in stages:
+            self._level_of = dict.fromkeys(("inc", "outc", "data", "loss"), 0)
+            for number in range(1, depth + 1):
+                self._level_of |= {f"down{number}": number, f"up{number}": depth - number}
         self._weight_shapes = {storage.shape for storage in ledger.storages if storage.role == "params"}
         self._encoder = self._map_sizes(ledger, r"inc|down\d+")
         self._decoder: LevelSizes = {}
-        if self._depth in self._encoder:  # the bottom is where the decoder begins
-            self._decoder[self._depth] = self._encoder[self._depth]
+        if depth in self._encoder:  # the bottom is where the decoder begins
+            self._decoder[depth] = self._encoder[depth]
         self._decoder |= self._map_sizes(ledger, r"up\d+")
 
     def of_module(self, path: str) -> int | None:
         """Return the level that a module or phase works on."""
-        if self._depth is None:
-            return None
-        stage = stage_of(path)
-        match = re.fullmatch(r"(down|up)(\d+)", stage)
-        if match is None:
-            return 0 if stage in ("inc", "outc", "data", "loss") else None
-        number = int(match[2])
-        return number if match[1] == "down" else self._depth - number
+        return self._level_of.get(stage_of(path))
 
     def of_storage(self, storage: Storage) -> int | None:
         """Return the level of a map's resolution, whatever module made it; else its module's level.
@@ -306,7 +303,7 @@ def write_snapshot(ledger: Ledger, path: Path) -> None:
 def viewer_snapshot(ledger: Ledger) -> dict[str, list]:
     """Return `segments` and `device_traces` in the layout of `torch.cuda.memory._snapshot`."""
     taken: list[tuple[int, int]] = []  # (address, storage) of what is alive, in order
-    blocks: dict[int, dict[str, Any]] = {}  # of these storages
+    blocks: dict[int, dict[str, Any]] = {}  # Where these storages lie.
     actions = []
     end = 0
     for index, change in ledger.events:

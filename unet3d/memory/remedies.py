@@ -372,10 +372,12 @@ def oom_suggestions(config: Config, model_config: Model, seconds: float = PATIEN
     until = time.monotonic() + seconds
     until_new = until - seconds / 2  # what a resumed run may change leaves as much time for the rest
     asked = Candidate(config, model_config)
-    no_budget = () if config.budget is None else ("budget=null",)
-    free = replace(asked, overrides=no_budget, config=replace(config, budget=None))
-    if config.recompute == "auto":
-        free = replace(free, config=replace(free.config, recompute="tiles"), overrides=(*no_budget, "recompute=tiles"))
+    words = [] if config.budget is None else ["budget=null"]
+    plan = config.recompute
+    if plan == "auto":
+        plan = "tiles"
+        words.append("recompute=tiles")
+    free = Candidate(replace(config, budget=None, recompute=plan), model_config, tuple(words))
     fixed = options_with("fixed").keys()
     resumable = [free]
     others: list[Candidate] = []

@@ -35,7 +35,7 @@ class ChannelIntensity(NamedTuple):
     """Intensities of a channel in the sampled cases: of all voxels, and of those with a foreground class."""
 
     name: str
-    percentiles: Sequence[float]  # by PERCENTILES
+    percentiles: Sequence[float]  # Those of PERCENTILES.
     mean: float
     std: float
     foreground: tuple[float, float] | None  # mean and SD; None without foreground

@@ -54,7 +54,7 @@ def make_plan(
     budget: int,
     seconds: float | None = None,
 ) -> Draft:
-    """Return the plan of a run in `budget` bytes and, if given, so many seconds; `given` options stay as they are.
+    """Return the plan of a run in `budget` bytes and, if given, this many seconds; `given` options stay as they are.
 
     Raises UserError where no patch fits.
     """
@@ -173,7 +173,7 @@ def _first_width(draft: Draft, sizes: Sequence[SizedPatch]) -> tuple[int, str, f
     where the device is not here.
     """
     small = _small(sizes)
-    is_timed = draft.seconds is not None and steps.is_here(draft.config)
+    seconds = draft.seconds if steps.is_here(draft.config) else None
 
     @cache
     def pace(width: int) -> float:
@@ -182,15 +182,14 @@ def _first_width(draft: Draft, sizes: Sequence[SizedPatch]) -> tuple[int, str, f
 
     widths = _first_widths(draft)
     if draft.is_given("model.features"):
-        return FIRST_WIDTHS[0], "as given", pace(widths[0]) if is_timed else None
+        return FIRST_WIDTHS[0], "as given", None if seconds is None else pace(widths[0])
     narrowest = widths[-1]
     widths = [width for width in widths if width >= FIRST_ON_CPU]
     reason = ""
-    if is_timed and draft.seconds is not None:
-        voxels = LEAST_STEPS * BATCHES[draft.device] * sizes[0].voxels
-        most = draft.seconds / voxels
+    if seconds is not None:
+        most = seconds / (LEAST_STEPS * BATCHES[draft.device] * sizes[0].voxels)
         widths = [width for width in widths if pace(width) <= most] or widths[-1:]
-        time = f"{LEAST_STEPS} steps in {duration(draft.seconds)}"
+        time = f"{LEAST_STEPS} steps in {duration(seconds)}"
         reason = f"the widest that allow {time} (measured on a small patch), not below {FIRST_ON_CPU}"
     elif draft.device == "cpu":
         widths = widths[-1:]
@@ -204,7 +203,7 @@ def _first_width(draft: Draft, sizes: Sequence[SizedPatch]) -> tuple[int, str, f
         reason = f"{WEIGHTS} of wider levels"
     elif not reason:
         reason = "as nnU-Net's" if width == FIRST_WIDTHS[0] else f"narrower than nnU-Net's: {WEIGHTS} of those"
-    return width, reason, pace(width) if is_timed else None
+    return width, reason, None if seconds is None else pace(width)
 
 
 def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tuple[Step, SizedPatch]:
@@ -223,9 +222,6 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
         config = at_once(size)
         return config if are_parts_given else replace(config, batch=1, accumulate=LEAST_BATCH)
 
-    def by_tiles(size: SizedPatch) -> Config:
-        return by_schedule(in_parts(size), "tiles")
-
     if draft.is_given("recompute", "ckpt"):
         size = _largest(draft, sizes, at_once, lambda size: draft.budget * size.voxels / sizes[0].voxels)
         return predicted_step(at_once(size)), size
@@ -234,7 +230,12 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
         return plain, sizes[0]
     state, _ = state_bytes(plain.config)
     of_patch = SHARE_BY_TILES * (plain.step.tensors - state) * in_parts(sizes[0]).batch / plain.config.batch
-    size = _largest(draft, sizes, by_tiles, lambda size: state + of_patch * size.voxels / sizes[0].voxels)
+    size = _largest(
+        draft,
+        sizes,
+        lambda size: by_schedule(in_parts(size), "tiles"),
+        lambda size: state + of_patch * size.voxels / sizes[0].voxels,
+    )
     configs = [at_once(size), in_parts(size)] if size == sizes[0] else [in_parts(size)]
     return _cheapest(configs, draft.budget), size
 

@@ -43,7 +43,7 @@ AXES = ("x (left-right)", "y (back-front)", "z (down-up)")
 class Draft:
     """Decisions so far, and what they follow from."""
 
-    config: Config  # Of the run, as far as it is decided; its model has channels and classes.
+    config: Config  # The run's, with what is decided so far; its model has channels and classes.
     given: Collection[str]  # Options of the command line, which stay as they are.
     fingerprint: Fingerprint
     budget: int  # Bytes.
@@ -167,7 +167,7 @@ def choose_spacing(draft: Draft) -> None:
 
 
 def growth(shape: Sequence[int], spacing: Sequence[float], target: Sequence[float]) -> float:
-    """Return how many voxels a case has at a target spacing (mm), for each of its own."""
+    """Return how many voxels a case has at a target spacing (mm), for each one at its spacing."""
     resampled = median_shape([shape], [spacing], target)
     return prod(resampled) / min(prod(shape), MAX_VOXELS / MAX_GROWTH)
 
