@@ -188,44 +188,23 @@ def nnunet_plan(
     shape = median_shape(shapes, spacings, target)
     coarsest = max(AXES, key=lambda axis: target[axis])
     order = sorted(AXES, key=lambda axis: axis != coarsest)  # nnU-Net's: the coarsest first; it decides ties
-    spacing = [target[axis] for axis in order]
-    lengths = [shape[axis] for axis in order]
     limit = COUNT * gigabytes / COUNT_GB
-    levels, patch = _nnunet_patch(spacing, lengths, classes, limit)
-    count = nnunet_count(patch, levels, classes)
-    voxels = prod(lengths) * (cases or len(shapes))
-    most = round(voxels * MOST_COVERED / prod(patch))
-    batch = max(LEAST_BATCH, min(round(limit / count * LEAST_BATCH), most))
-    levels = Levels(
-        kernels=[_in_place(kernel, order) for kernel in levels.kernels],
-        strides=[_in_place(stride, order) for stride in levels.strides],
-    )
-    return NnunetPlan(target, _in_place(patch, order), batch, levels, count)
-
-
-def _in_place(values: Triple, order: Sequence[int]) -> Triple:
-    """Return values in nnU-Net's order of axes as x, y, z."""
-    x, y, z = (values[order.index(axis)] for axis in range(3))
-    return x, y, z
-
-
-def _nnunet_patch(
-    spacing: Sequence[float], shape: Sequence[float], classes: int, limit: float
-) -> tuple[Levels, Triple]:
-    """Return levels and lengths of the patch that nnU-Net shrinks until its count is within the limit."""
-    scale = (FIRST_VOLUME * prod(spacing)) ** (1 / 3)
-    lengths = [min(round(scale / mm), length) for mm, length in zip(spacing, shape, strict=True)]
-    levels = levels_of(spacing, lengths)
+    scale = (FIRST_VOLUME * prod(target[axis] for axis in order)) ** (1 / 3)
+    lengths = [min(round(scale / mm), length) for mm, length in zip(target, shape, strict=True)]
+    levels = levels_of(target, lengths)
     patch = levels.padded(lengths)
     while nnunet_count(patch, levels, classes) > limit:
-        longest = max(range(3), key=lambda axis: (patch[axis] / shape[axis], axis))
+        longest = max(reversed(order), key=lambda axis: patch[axis] / shape[axis])
         lengths = list(patch)
         lengths[longest] -= levels.units[longest]
-        unit = levels_of(spacing, lengths).units[longest]  # a shorter axis may be halved less often
+        unit = levels_of(target, lengths).units[longest]  # a shorter axis may be halved less often
         lengths[longest] = patch[longest] - unit
-        levels = levels_of(spacing, lengths)
+        levels = levels_of(target, lengths)
         patch = levels.padded(lengths)
-    return levels, patch
+    count = nnunet_count(patch, levels, classes)
+    most = round(prod(shape) * (cases or len(shapes)) * MOST_COVERED / prod(patch))
+    batch = max(LEAST_BATCH, min(round(limit / count * LEAST_BATCH), most))
+    return NnunetPlan(target, patch, batch, levels, count)
 
 
 def nnunet_count(patch: Sequence[int], levels: Levels, classes: int) -> int:
