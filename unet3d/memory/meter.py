@@ -35,19 +35,15 @@ class GpuLedger(Ledger):
 
     def requests(self) -> list[tuple[int, int]]:
         """Return the events, with workspaces, each of which is released at once, and with the emptied cache."""
-        scratch = defaultdict[int, list[tuple[int, int]]](list)  # Keys count the events that come before.
+        scratch = []  # Each request, with the number of events that come before it.
         for index, (moment, size) in enumerate(self.workspaces, len(self.storages)):
             if size:
-                scratch[moment] += [(index, size), (index, -size)]
+                scratch += [(moment, (index, size)), (moment, (index, -size))]
         ends = [moment for moment, name in self.marks if name == "end"]
         if self.empties_cache and len(ends) > 1:
-            scratch[ends[-2]].append((EMPTY_CACHE, 0))
-        requests: list[tuple[int, int]] = []
-        done = 0
-        for moment in sorted(scratch):
-            requests += self.events[done:moment] + scratch[moment]
-            done = moment
-        return requests + self.events[done:]
+            scratch.append((ends[-2], (EMPTY_CACHE, 0)))
+        in_order = sorted([*scratch, *enumerate(self.events)], key=lambda request: request[0])
+        return [request for _, request in in_order]
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is CONVOLUTION:
