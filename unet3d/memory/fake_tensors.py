@@ -85,7 +85,8 @@ class _Corrections(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         beat()
         if func is READ_NUMBER and self.ranges.knows(args[0]):
-            return self.ranges.number(args[0])
+            value, _ = self.ranges.values[args[0]]
+            return value
         try:
             result = fake_kernels.run(func, args, kwargs or {})
             self.ranges.follow(func, args, result)
@@ -111,7 +112,7 @@ class _Ranges:
     """The numbers of short ranges of integers: losses read the axes to sum over from `torch.arange(2, dims)`."""
 
     def __init__(self) -> None:
-        self._values: MutableMapping[Tensor, tuple[Any, int]] = WeakTensorKeyDictionary()
+        self.values: MutableMapping[Tensor, tuple[Any, int]] = WeakTensorKeyDictionary()
 
     def follow(self, func: Any, args: Any, result: Any) -> None:
         """Note the numbers of a range that an operation makes or takes apart."""
@@ -120,24 +121,19 @@ class _Ranges:
             if len(numbers) <= LONGEST_RANGE:
                 self._note(result, numbers)
         elif func is torch.ops.aten.unbind.int and self.knows(args[0]):
-            numbers, _ = self._values[args[0]]
+            numbers, _ = self.values[args[0]]
             for part, value in zip(result, numbers, strict=True):
                 self._note(part, value)
 
     def knows(self, tensor: Tensor) -> bool:
         """Return whether a tensor's numbers are known, and nothing has been written to it since."""
-        if tensor not in self._values:
+        if tensor not in self.values:
             return False
-        _, version = self._values[tensor]
+        _, version = self.values[tensor]
         return version == tensor._version
 
-    def number(self, tensor: Tensor) -> Any:
-        """Return the number of a tensor without dimensions that is known."""
-        value, _ = self._values[tensor]
-        return value
-
     def _note(self, tensor: Tensor, value: Any) -> None:
-        self._values[tensor] = (value, tensor._version)
+        self.values[tensor] = (value, tensor._version)
 
 
 def _asking(frame: FrameType | None) -> str | None:

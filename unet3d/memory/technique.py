@@ -1,7 +1,7 @@
 """How a step saves memory: its segments (`ckpt`) or the schedule of its program (`recompute`), and its peak by them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
@@ -191,17 +191,12 @@ def choose_segments(config: Config, model_config: Model) -> Technique:
     best = []
     for count in range(2, config.ckpt + 1):
         ways = []
-        for starts in partitions(stages, count):
+        for later_starts in combinations(range(1, stages), count - 1):
+            starts = (0, *later_starts)
             recomputed = sum(profile.flops[: starts[-1]]) / max(1, sum(profile.flops))
             ways.append(Technique(starts, forward_recompute_fraction=recomputed))
         best.append(min(ways, key=rank))
     return best[0] if len(best) == 1 else min(track(best, "segment choices", len(best)), key=true_rank)
-
-
-def partitions(stages: int, segments: int) -> Iterator[SegmentStarts]:
-    """Yield all ways to split `stages` stages into `segments` segments."""
-    for later_starts in combinations(range(1, stages), segments - 1):
-        yield (0, *later_starts)
 
 
 class StageProfile:

@@ -20,18 +20,7 @@ from unet3d.model.architecture import LEAST_LENGTH, Levels
 from unet3d.planning import plan, steps
 from unet3d.planning.fingerprint import Fingerprint
 from unet3d.planning.plan import Draft, changed, with_options
-from unet3d.planning.steps import (
-    LEAST_BATCH,
-    LONGEST,
-    MOST_LEVELS,
-    SizedPatch,
-    Step,
-    by_schedule,
-    level_options,
-    predicted_step,
-    sized_patches,
-    state_bytes,
-)
+from unet3d.planning.steps import SizedPatch, Step, by_schedule, predicted_step, state_bytes
 
 FIRST_WIDTHS = (32, 24, 16, 8)  # Channels of the first level, in order of preference.
 FIRST_ON_CPU = 16  # Without a time.
@@ -101,10 +90,10 @@ def _sizes(draft: Draft) -> list[SizedPatch]:
     config = draft.config
     levels = len(config.model.features) if draft.is_given("model.features") else None
     if draft.is_given("data.patch"):
-        first = sized_patches(draft.spacing, config.data.patch, levels)[0]
+        first = steps.sized_patches(draft.spacing, config.data.patch, levels)[0]
         x, y, z = config.data.patch
         return [SizedPatch((x, y, z), first.levels)]
-    sizes = sized_patches(draft.spacing, draft.shape, levels)
+    sizes = steps.sized_patches(draft.spacing, draft.shape, levels)
     taken = []
     for size in sizes:
         with suppress(UserError):
@@ -131,7 +120,7 @@ def with_patch(draft: Draft, first_width: int, size: SizedPatch) -> Config:
     """Return the config with a patch, and the network that suits it. Raises UserError for what no run takes."""
     most = MOST_WIDTH * first_width
     features = [min(most, first_width * 2**level) for level in range(len(size.levels.kernels))]
-    options = {"model.features": features, **level_options(size.levels)}
+    options = {"model.features": features, **steps.level_options(size.levels)}
     config = with_options(changed(draft.config, "data.patch", list(size.patch)), options, draft.given)
     rules.check(config, here=False)
     return config
@@ -146,7 +135,7 @@ def choose_step(draft: Draft) -> None:
     width, reason_of_width, rate = _first_width(draft, sizes)
     sizes_in_time = sizes
     if rate is not None and draft.seconds is not None:
-        most_voxels = draft.seconds / LEAST_STEPS / (LEAST_BATCH * rate)
+        most_voxels = draft.seconds / LEAST_STEPS / (steps.LEAST_BATCH * rate)
         sizes_in_time = [size for size in sizes if size.voxels <= most_voxels] or sizes[-1:]
     step, size = _largest_step(draft, width, sizes_in_time)
     limit = "larger patches come before more of them"
@@ -212,7 +201,7 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
     `sizes`: the largest first. Raises UserError where none fits.
     """
     are_parts_given = draft.is_given("batch", "accumulate")
-    batch = {"batch": LEAST_BATCH, "accumulate": 1}
+    batch = {"batch": steps.LEAST_BATCH, "accumulate": 1}
     draft_at_once = replace(draft, config=with_options(draft.config, batch, draft.given))
 
     def at_once(size: SizedPatch) -> Config:
@@ -220,7 +209,7 @@ def _largest_step(draft: Draft, width: int, sizes: Sequence[SizedPatch]) -> tupl
 
     def in_parts(size: SizedPatch) -> Config:
         config = at_once(size)
-        return config if are_parts_given else replace(config, batch=1, accumulate=LEAST_BATCH)
+        return config if are_parts_given else replace(config, batch=1, accumulate=steps.LEAST_BATCH)
 
     if draft.is_given("recompute", "ckpt"):
         size = _largest(draft, sizes, at_once, lambda size: draft.budget * size.voxels / sizes[0].voxels)
@@ -314,8 +303,8 @@ def _decide_network(draft: Draft, levels: Levels, first_width: int, reason_of_wi
     depth = len(features)
     deepest = [length // unit for length, unit in zip(draft.config.data.patch, levels.units, strict=True)]
     limit = f"axes of like spacing, while {LEAST_LENGTH} voxels are left"
-    if depth == MOST_LEVELS:
-        limit = f"{MOST_LEVELS} levels at most"
+    if depth == steps.MOST_LEVELS:
+        limit = f"{steps.MOST_LEVELS} levels at most"
     reason = f"halved to {sizes_text(deepest)} voxels: {limit}"
     if depth == 1:
         reason = "no axis is long enough to be halved"
@@ -348,8 +337,8 @@ def _decide_patch(draft: Draft, size: SizedPatch, in_time: Sequence[SizedPatch],
         limit = "the patch is given"
     elif size == sizes[0]:
         limit = "a larger patch would be padding"
-        if max(draft.shape) > LONGEST:
-            limit = f"a patch has {LONGEST:,} voxels an axis at most"
+        if max(draft.shape) > steps.LONGEST:
+            limit = f"a patch has {steps.LONGEST:,} voxels an axis at most"
     elif size == in_time[0]:
         limit = "the time allows no larger patch"
         larger = sizes[0]
@@ -378,7 +367,7 @@ def _decide_batch(draft: Draft, limit: str) -> str:
         reason = f"{patches} patches a step for variety, one at a time, so that they may be larger"
         draft.decide("batch", f"{batch}, accumulate={accumulate}", reason, f"batch={patches}, a smaller patch")
     else:
-        reason = f"at least {LEAST_BATCH} for variety; {limit}"
+        reason = f"at least {steps.LEAST_BATCH} for variety; {limit}"
         draft.decide("batch", str(batch), reason, f"batch={max(1, batch // 2)}")
     if batch >= BATCHES[draft.device]:
         return f"{batch} patches are enough for a step"
