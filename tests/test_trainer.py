@@ -35,7 +35,7 @@ def write_stack() -> None:
 def made(log: list[str]) -> Trainer:
     """Of one convolution; logs its steps."""
     model = nn.Sequential(nn.Conv3d(1, 1, 1))
-    policy = MemoryPolicy("cpu", None, ())
+    policy = MemoryPolicy()
 
     def loss(logits: Tensor, label: Tensor) -> Tensor:
         return logits.square().mean()

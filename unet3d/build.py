@@ -220,8 +220,7 @@ def patches_per_rank(config: Config) -> int:
 def policy(config: Config, device_type: str, technique: Technique = PLAIN) -> MemoryPolicy:
     """Return mixed precision, and what backward computes a second time."""
     dtype = amp_dtype(config.amp_dtype, device_type) if config.amp else None
-    starts, program, of_windows, _ = technique
-    return MemoryPolicy(device_type, dtype, starts, program, of_windows, config.channels_last)
+    return MemoryPolicy(device_type, dtype, technique, config.channels_last)
 
 
 def windows(config: Config, networks: Sequence[nn.Module]) -> int:

@@ -273,7 +273,7 @@ def test_thick_slices_and_sizes_that_fit_nothing_train_and_predict(tmp_path: Pat
     patches = Patches(lambda index: ready.read(ready.train[index]), config.data, 0, config.data.patch)
     patch, target, _ = patches[PatchIndex(0, 0, 0)]
     assert patch.shape == (1, 16, 16, 16) and torch.isfinite(patch).all() and target.shape == (16, 16, 16)
-    predictor = build.predictor(config, [build.model(options, 0)], options, MemoryPolicy("cpu", None, ()))
+    predictor = build.predictor(config, [build.model(options, 0)], options, MemoryPolicy())
     Segmenter(predictor, ready.read.intensity, data).to_file(ready.val[0], tmp_path / "out.nii.gz")
     source, found = nib.load(ready.val[0].images[0]), nib.load(tmp_path / "out.nii.gz")
     assert found.shape == shape and np.array_equal(found.affine, source.affine)

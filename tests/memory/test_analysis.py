@@ -21,6 +21,7 @@ from unet3d.memory.ledger import CATEGORIES, Ledger
 from unet3d.memory.meter import STEPS_FOR_PEAK, LedgerMeter
 from unet3d.memory.prediction import MemoryEstimate, usual_estimates
 from unet3d.memory.tables import sentence
+from unet3d.recomputing.program import Technique
 from unet3d.training.losses import LOSSES, SegmentationLoss
 from unet3d.training.policy import MemoryPolicy
 from unet3d.training.step import train_step
@@ -233,7 +234,7 @@ def plain(names: str = "0 1 2 3 4") -> nn.Sequential:
 
 def trained(network: nn.Module, starts: tuple[int, ...]) -> dict[str, Any]:
     """The summary of two steps."""
-    optimizer, policy = torch.optim.Adam(network.parameters()), MemoryPolicy(segment_starts=starts)
+    optimizer, policy = torch.optim.Adam(network.parameters()), MemoryPolicy(technique=Technique(starts))
     meter = LedgerMeter(network, optimizer)
     batch = Batch(torch.rand(1, 1, 8, 8, 8), torch.zeros(1, 8, 8, 8, dtype=torch.int16))
     for _ in range(STEPS_FOR_PEAK):

@@ -12,7 +12,7 @@ from unet3d.memory.ledger import ModuleScope, ModuleTracker
 from unet3d.model.unet import UNet3D
 from unet3d.recomputing import state
 from unet3d.recomputing.prepare import prepare
-from unet3d.recomputing.program import by_plan
+from unet3d.recomputing.program import Technique, by_plan
 from unet3d.training.policy import MemoryPolicy
 
 Network = Callable[..., UNet3D]
@@ -41,7 +41,7 @@ def step(model: UNet3D, ckpt: int) -> Log:
     tracker.open()
     with log:
         tracker.mark("forward")
-        logits = MemoryPolicy(segment_starts=evenly(6, ckpt)).forward(model, torch.ones(1, 1, 16, 16, 16))
+        logits = MemoryPolicy(technique=Technique(evenly(6, ckpt))).forward(model, torch.ones(1, 1, 16, 16, 16))
         tracker.mark("loss")
         loss = logits.square().sum()
         tracker.mark("backward")
@@ -80,7 +80,7 @@ def test_in_tiles_each_operation_belongs_to_the_layer_that_is_made(network: Netw
     tracker.open()
     with log:
         tracker.mark("forward")
-        logits = MemoryPolicy(program=program).forward(model, image)
+        logits = MemoryPolicy(technique=Technique(program=program)).forward(model, image)
         tracker.mark("loss")
         loss = logits.square().sum()
         tracker.mark("backward")

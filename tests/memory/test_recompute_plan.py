@@ -33,7 +33,7 @@ from unet3d.memory.technique import (
 )
 from unet3d.recomputing.prepare import bound
 from unet3d.recomputing.program import PLAIN as NOTHING
-from unet3d.recomputing.program import by_plan, least_memory
+from unet3d.recomputing.program import Technique, by_plan, least_memory
 from unet3d.training.policy import MemoryPolicy
 
 SMALL = ("model=unet_tiny", "model.features=[4,8]", "model.groups=4", "data.patch=[16,16,24]", "batch=1")
@@ -277,7 +277,7 @@ def test_what_a_users_network_froze_stays_so() -> None:
     chosen = choose_technique(asked, asked.model).program
     assert chosen is not None
     image = torch.randn(1, 1, *asked.data.patch)
-    policy = MemoryPolicy(program=bound(chosen, network, image))
+    policy = MemoryPolicy(technique=Technique(program=bound(chosen, network, image)))
     policy.forward(network, image).square().mean().backward()
     assert [name for name, parameter in network.named_parameters() if parameter.grad is not None] == [
         "2.weight",

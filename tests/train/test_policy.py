@@ -18,6 +18,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
 from unet3d.memory.meter import open_meter
 from unet3d.model.unet import UNet3D
+from unet3d.recomputing.program import Technique
 from unet3d.training import checkpointing, policy
 from unet3d.training.losses import SegmentationLoss, ce, dice_ce
 from unet3d.training.policy import MemoryPolicy
@@ -81,7 +82,7 @@ def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: floa
     overrides = ("model=unet_tiny", f"model.norm={norm}", f"model.dropout={dropout}")
     expected, _ = outcome(network(*overrides), MemoryPolicy("cpu", dtype))
     for ckpt in (2, 3, 6):
-        found, calls = outcome(network(*overrides), MemoryPolicy("cpu", dtype, evenly(6, ckpt)))
+        found, calls = outcome(network(*overrides), MemoryPolicy("cpu", dtype, Technique(evenly(6, ckpt))))
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), ckpt
         assert max(calls) <= 4, "two steps: each convolution runs at most twice in each"
         assert max(calls) > 2, "nothing was recomputed"
@@ -97,7 +98,7 @@ def test_checkpointing_changes_no_bit(network: Network, norm: str, dropout: floa
 )
 def test_checkpointing_changes_no_bit_with_deep_supervision(network: Network, overrides: tuple[str, ...]) -> None:
     expected, _ = outcome(network(*overrides), MemoryPolicy())
-    found, _ = outcome(network(*overrides), MemoryPolicy(segment_starts=evenly(8, 8)))
+    found, _ = outcome(network(*overrides), MemoryPolicy(technique=Technique(evenly(8, 8))))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -112,7 +113,7 @@ def test_only_copies_of_running_statistics_see_a_batch_twice(network: Network) -
     batches_seen = []
     for segment_starts in ((), evenly(6, 6)):
         model = network("model=unet_tiny", "model.norm=batch")
-        outcome(model, MemoryPolicy(segment_starts=segment_starts))
+        outcome(model, MemoryPolicy(technique=Technique(segment_starts)))
         batches_seen.append(model.inc.block.conv1.norm.num_batches_tracked.item())
     assert batches_seen == [2, 2]
 
@@ -184,7 +185,7 @@ def test_what_a_stage_keeps_is_put_back_for_its_second_call(make: Callable[[], n
         np.random.seed(0)
         model, image = nn.Sequential(convolution(), make(), convolution(), convolution()), torch.randn(2, 2, 6, 6, 6)
         for _ in range(2):
-            MemoryPolicy(segment_starts=segment_starts).forward(model, image).square().sum().backward()
+            MemoryPolicy(technique=Technique(segment_starts)).forward(model, image).square().sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         attributes = [getattr(model[1], name, torch.zeros(1)) for name in ("calls", "scale", "first")]
         found.append([*gradients, *model.buffers(), *map(torch.as_tensor, attributes), torch.rand(1)])
@@ -264,7 +265,7 @@ def hooked() -> nn.Module:
 def test_what_cannot_be_put_back_is_refused_by_name(make: Callable[[], nn.Module], named: str) -> None:
     image = torch.randn(1, 2, 6, 6, 6)
     with pytest.raises(UserError, match=rf"^ckpt\b.*{named}.*ckpt=0"):
-        MemoryPolicy(segment_starts=(0, 1, 2)).forward(make(), image)
+        MemoryPolicy(technique=Technique((0, 1, 2))).forward(make(), image)
 
 
 class Iterating(nn.Module):
@@ -343,7 +344,10 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("kind", [Iterating, Closing, Nesting, Decaying, Scaling])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_second_call_that_computes_other_values_is_refused(kind: type, dtype: torch.dtype | None) -> None:
-    model, memory = nn.Sequential(kind(), convolution(), convolution()), MemoryPolicy("cpu", dtype, (0, 1, 2))
+    model, memory = (
+        nn.Sequential(kind(), convolution(), convolution()),
+        MemoryPolicy("cpu", dtype, Technique((0, 1, 2))),
+    )
     output = memory.forward(model, torch.randn(1, 2, 6, 6, 6))
     with pytest.raises(UserError, match=rf"^ckpt\b[^\n]*\b{kind.__name__}\b[^\n]*ckpt=0"):
         output.sum().backward()
@@ -369,7 +373,7 @@ def test_a_second_call_that_computes_the_same_is_not_refused(make: Callable[[], 
         torch.manual_seed(0)
         model, image = nn.Sequential(convolution(), make(), convolution(), convolution()), torch.randn(1, 2, 6, 6, 6)
         Remembering.grids.clear()
-        MemoryPolicy(segment_starts=starts).forward(model.to(dtype), image.to(dtype)).square().sum().backward()
+        MemoryPolicy(technique=Technique(starts)).forward(model.to(dtype), image.to(dtype)).square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.equal(*gradients)
 
@@ -377,7 +381,7 @@ def test_a_second_call_that_computes_the_same_is_not_refused(make: Callable[[], 
 @promise("Resume", "a state that is ...")
 def test_calls_are_compared_in_the_first_passes_alone() -> None:
     """Later ones run no operation more."""
-    model, memory = nn.Sequential(convolution(), convolution()), MemoryPolicy(segment_starts=(0, 1))
+    model, memory = nn.Sequential(convolution(), convolution()), MemoryPolicy(technique=Technique((0, 1)))
     noted = []
     for _ in range(checkpointing.PASSES + 1):
         with pytest.MonkeyPatch.context() as patch:
@@ -403,14 +407,14 @@ def test_other_threads_change_rounding_alone(network: Network, request: pytest.F
 def test_names_of_weights_do_not_depend_on_the_policy(network: Network) -> None:
     before = list(network().state_dict())
     model = network()
-    outcome(model, MemoryPolicy("cpu", torch.bfloat16, (0, 1, 4)))
+    outcome(model, MemoryPolicy("cpu", torch.bfloat16, Technique((0, 1, 4))))
     assert list(model.state_dict()) == before
 
 
 def test_checkpointing_lowers_the_peak(network: Network) -> None:
     def peak(ckpt: int) -> int:
         model = network("model=unet_tiny")
-        memory = MemoryPolicy(segment_starts=evenly(6, ckpt))
+        memory = MemoryPolicy(technique=Technique(evenly(6, ckpt)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         meter = open_meter(model, optimizer)
         batch = Batch(torch.randn(1, 1, 16, 16, 16), torch.zeros(1, 16, 16, 16, dtype=torch.int16))

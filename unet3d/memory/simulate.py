@@ -242,7 +242,7 @@ def _predicted(predictor: Predictor) -> Ledger:
     """Return the ledger of weights and windows of fake networks in the place of the predictor's."""
     device = next(predictor.models[0].parameters()).device
     with fake_mode(device.type), torch.no_grad():
-        policy = replace(predictor.policy, device_type="cpu", segment_starts=(), program=None, window_program=None)
+        policy = replace(predictor.policy, device_type="cpu", technique=PLAIN)
         models = tuple(policy.formatted(build.model(predictor.options, seed=0)).eval() for _ in predictor.models)
         return _windows(replace(predictor, models=models, policy=policy), device.type)
 

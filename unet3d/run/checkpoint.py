@@ -187,12 +187,11 @@ def load_any(folder: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], list
 
 def refuse_misfit(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     """Raise CheckpointError with the differences between the model's names and shapes and the weights'."""
-    loadable = fitting(model, weights, path)
-    model_shapes = _shapes(model.state_dict())
-    file_shapes = _shapes(weights)
+    fits = fitting(model, weights, path).keys()
+    state = model.state_dict()
     rows = []
-    for name in sorted((model_shapes.keys() | file_shapes.keys()) - loadable.keys()):
-        rows.append((escaped(name), file_shapes.get(name, "-"), model_shapes.get(name, "-")))
+    for name in sorted((state.keys() | weights.keys()) - fits):
+        rows.append((escaped(name), _shape(weights.get(name)), _shape(state.get(name))))
     if rows:
         lines = [f"{path}: {len(rows)} tensors do not fit the model"]
         shown = [("tensor", "checkpoint", "model"), *rows[:DIFFERENCES_SHOWN]]
@@ -207,9 +206,8 @@ def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[st
     """Return the weights whose name, shape and type a tensor of the model has. Raises CheckpointError for odd ones."""
     if not all(is_plain(value) for value in weights.values()):
         raise CheckpointError(f"{path}: its weights are not all tensors with their numbers")
-    model_shapes = _shapes(model.state_dict())
-    file_shapes = _shapes(weights)
-    loadable = {name: value for name, value in weights.items() if model_shapes.get(name) == file_shapes[name]}
+    state = model.state_dict()
+    loadable = {name: value for name, value in weights.items() if _shape(state.get(name)) == _shape(value)}
     refuse_non_finite(loadable, path)
     return loadable
 
@@ -233,14 +231,13 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each tensor's shape as `8x4x3x3x3`, followed by its type where that is not float32."""
-    shapes = {}
-    for name, value in weights.items():
-        size = "x".join(map(str, value.shape)) or "scalar"
-        dtype = str(value.dtype).removeprefix("torch.")
-        shapes[name] = size if dtype == "float32" else f"{size} {dtype}"
-    return shapes
+def _shape(value: Tensor | None) -> str:
+    """Return a tensor's shape as `8x4x3x3x3`, followed by its type where that is not float32; `-` without a tensor."""
+    if value is None:
+        return "-"
+    size = "x".join(map(str, value.shape)) or "scalar"
+    dtype = str(value.dtype).removeprefix("torch.")
+    return size if dtype == "float32" else f"{size} {dtype}"
 
 
 @dataclass(frozen=True)

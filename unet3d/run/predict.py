@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -218,14 +218,10 @@ class MeanOfLogits(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return mean logits N K D H W of images N C D H W."""
-        total: Tensor | None = None
-        for network in self.networks:
-            logits = network(image)
-            part = logits.sigmoid() if self.has_regions else logits
-            total = part if total is None else total + part
-        assert total is not None
-        mean = total / len(self.networks)
-        return mean.logit() if self.has_regions else mean
+        outputs: Iterable[Tensor] = (network(image) for network in self.networks)
+        if self.has_regions:
+            return (reduce(torch.add, map(torch.sigmoid, outputs)) / len(self.networks)).logit()
+        return reduce(torch.add, outputs) / len(self.networks)
 
 
 @dataclass(frozen=True)

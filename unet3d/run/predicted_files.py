@@ -40,8 +40,11 @@ Entry = dict[str, Any]
 
 def accepted_contradictions(case: Case) -> list[str]:
     """Return the contradictions between a case's files, which the checkpoint's options accept, as in training."""
-    opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-    return [str(error) for error, _ in contradictions(case, opened)]
+    return [str(error) for error, _ in contradictions(case, _opened(case))]
+
+
+def _opened(case: Case) -> dict[Path, Any]:
+    return {path: open_image(case.id, path, case.affine) for path in case.images}
 
 
 def doubts_about(cases: Iterable[Case]) -> list[str]:
@@ -52,8 +55,7 @@ def doubts_about(cases: Iterable[Case]) -> list[str]:
     found = list[Remark]()
     for case in cases:
         with suppress(UserError):
-            opened = {path: open_image(case.id, path, case.affine) for path in case.images}
-            found += remarks(case, opened, doubts)
+            found += remarks(case, _opened(case), doubts)
     decides = "data.affine of training decides; write the true size into the headers"
     return in_few_lines((words, decides if remedy == DECIDES else remedy) for words, remedy in found)
 
@@ -67,20 +69,16 @@ def files_in(inputs: Sequence[Path]) -> tuple[list[Path], list[str]]:
     problems: list[str] = []
     for path in inputs:
         try:
-            if path.is_file():
-                files.append(path)
-            elif path.is_dir():
-                files += volumes_in(path)
-            elif path.exists():
-                problems.append(f"{path}: neither file nor folder")
+            if path.is_file() or path.is_dir():
+                files += [path] if path.is_file() else volumes_in(path)
             else:
-                problems.append(f"{path}: no such file or folder{backslashes(path)}")
+                what = "neither file nor folder" if path.exists() else f"no such file or folder{backslashes(path)}"
+                problems.append(f"{path}: {what}")
         except OSError as error:
             problems.append(f"{path}: cannot be read ({error.strerror})")
     if not files and not problems:
-        unread = other_volumes(inputs)
-        remedy = f"; {unread}" if unread else ""
-        raise UserError(f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}{remedy}")
+        names = f"no .nii or .nii.gz file in {', '.join(map(str, inputs))}"
+        raise UserError("; ".join(filter(None, (names, other_volumes(inputs)))))
     return files, problems
 
 
@@ -191,8 +189,9 @@ class Origins:
         if entry.get("network") != self._network["network"]:
             return f"is of another network, {entry.get('checkpoint')}"
         for name in OPTIONS:
-            if entry.get(name) != self._network[name]:
-                return f"is of {name} {json.dumps(entry.get(name))}, not {json.dumps(self._network[name])}"
+            there, here = entry.get(name), self._network[name]
+            if there != here:
+                return f"is of {name} {json.dumps(there)}, not {json.dumps(here)}"
         images = _sample(case.images)
         if images is not None and entry.get("images") != images:  # what cannot be read is reported as it is segmented
             return f"is of other images of the name {case.id}, or these changed since"

@@ -61,8 +61,15 @@ def publish(
         raise UserError(f"{out}: is there already; give another file")
     networks = [read_networks(path, model_path) for path in paths]
     one = networks[0]
+    one_options = compose.flat(compose.to_plain(one.config))
     for trained in networks:
-        _refuse_different(trained, one)
+        parts = ("classes", "channels", "intensity", "largest")
+        different = [name for name in parts if getattr(trained, name) != getattr(one, name)]
+        options = compose.flat(compose.to_plain(trained.config))
+        different += [name for name in options_with("sees") if options[name] != one_options[name]]
+        if different:
+            pair = f"{trained.path}: differs from {one.path}"
+            raise UserError(f"{pair} in {', '.join(different)}; publish it alone")
         predict.segmenter(trained, "cpu", None)  # so that what is published can be used
     first, *others = [weights for trained in networks for weights in trained.weights]
     splits = []
@@ -98,17 +105,6 @@ def _without_private(values: Mapping[str, Any], prefix: str = "") -> dict[str, A
     return kept
 
 
-def _refuse_different(trained: TrainedNetworks, first: TrainedNetworks) -> None:
-    """Raise UserError where a network would see an image in another way than the first."""
-    parts = ("classes", "channels", "intensity", "largest")
-    different = [name for name in parts if getattr(trained, name) != getattr(first, name)]
-    options, first_options = (compose.flat(compose.to_plain(one.config)) for one in (trained, first))
-    different += [name for name in options_with("sees") if options[name] != first_options[name]]
-    if different:
-        paths = f"{trained.path}: differs from {first.path}"
-        raise UserError(f"{paths} in {', '.join(different)}; publish it alone")
-
-
 def score(
     path: Path,
     config: Config,
@@ -138,9 +134,21 @@ def score(
     segmenter = predict.segmenter(networks, config.device, mirror=None)
     refuse_large_window(segmenter.predictor, path)
     has_own_grids = any(header.is_resampled for header in headers.values())
+    files = ImageFiles(config.data)
+    reader = CaseReader(dataset, segmenter.options.spacing, segmenter.intensity, cache=None, files=files)
+    own_grid_scores: list[metrics.CaseScore] = []
+
+    def score_files(case: Case, strips: ArgmaxCollector) -> None:
+        if has_own_grids:
+            own_grid_scores.extend(score_on_own_grid(case, [segmenter.on_own_grid(strips, case)], dataset))
+
     with saving(out / SCORES):
         out.mkdir(parents=True, exist_ok=True)
-        write_text(out / SCORES, _scores(segmenter, held_out, dataset, config.data, has_own_grids))
+        scores = evaluate(segmenter, held_out, reader, hd95=True, title="scoring", keep=score_files)
+        text = metrics.csv_text([*scores], dataset.classes)
+        if has_own_grids:
+            text = metrics.both_csv_text(own_grid_scores, dataset.classes, text)
+        write_text(out / SCORES, text)
     count = len(networks.weights)
     average = ", average of the weights" if networks.is_average else ""
     which = f"mean of {count} networks" if count > 1 else f"step {networks.step}{average}"
@@ -171,27 +179,6 @@ def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection
     elif options.affine != learned.affine and (learned.affine, options.affine) != ("auto", "sform"):
         warn(f"{networks.path}: it learned with data.affine={learned.affine}, and is scored with {options.affine}")
     return replace(options, **taken)
-
-
-def _scores(
-    segmenter: predict.Segmenter,
-    held_out: Sequence[Case],
-    dataset: DatasetInfo,
-    options: Data,
-    has_own_grids: bool,
-) -> str:
-    """Return scores.csv of the cases; where files have grids of their own, these come first."""
-    files = ImageFiles(options)
-    reader = CaseReader(dataset, segmenter.options.spacing, segmenter.intensity, cache=None, files=files)
-    own_grid_scores: list[metrics.CaseScore] = []
-
-    def score_files(case: Case, strips: ArgmaxCollector) -> None:
-        if has_own_grids:
-            own_grid_scores.extend(score_on_own_grid(case, [segmenter.on_own_grid(strips, case)], dataset))
-
-    scores = evaluate(segmenter, held_out, reader, hd95=True, title="scoring", keep=score_files)
-    text = metrics.csv_text([*scores], dataset.classes)
-    return metrics.both_csv_text(own_grid_scores, dataset.classes, text) if has_own_grids else text
 
 
 def _refuse_other_dataset(networks: TrainedNetworks, dataset: DatasetInfo) -> None:

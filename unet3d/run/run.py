@@ -31,7 +31,6 @@ from unet3d.base.files import write_json, write_text
 from unet3d.base.signals import Stop
 from unet3d.base.types import IGNORE, Batch
 from unet3d.config import compose, rules
-from unet3d.config.compose import read_plan
 from unet3d.config.schema import GENERATED, Config, Model, flat
 from unet3d.data.cases import Case, read_dataset
 from unet3d.data.check import mostly_padding, read_grids
@@ -117,11 +116,11 @@ class Run:
             self.pretrained.load(model)
         model = build.prepare_for_ranks(policy.formatted(model.to(device)))
         optimizer = optim.optimizer(config.optim, model)
-        if technique.program is not None:
-            policy = replace(policy, program=_program_of(model.train(), technique.program, policy.dtype))
-        if technique.window_program is not None:
-            policy = replace(policy, window_program=_program_of(model.eval(), technique.window_program, policy.dtype))
-        model.train()
+        technique = technique._replace(
+            window_program=_program_of(model.eval(), technique.window_program, policy.dtype),
+            program=_program_of(model.train(), technique.program, policy.dtype),
+        )
+        policy = replace(policy, technique=technique)
         return Learner(model, loss, optimizer, policy.scaler(), policy)
 
     def _start_folder(self, device: torch.device) -> None:
@@ -308,15 +307,17 @@ class Run:
             measured["kind"] += f", {'compiled' if is_compiled else 'not compiled'}"
         if ranks.count() > 1:
             measured["rank_peak_bytes"] = ranks.gather(measured["peak_bytes"])
-        ranks.on_rank0(lambda: self._write_measured(measured))
-        self.is_measured = step == self.config.steps
+        is_last = step == self.config.steps
 
-    def _write_measured(self, measured: dict[str, Any]) -> None:
-        parameters = sum(p.numel() for p in self.trainer.learner.model.parameters())
-        run_folder.add_measured(self.folder, self.memory, self.earlier_memory, parameters, measured)
-        self.loggers.summary(peaks(without_damaged(self.memory)))
-        if self.trainer.step == self.config.steps:
-            memory_plots.write_ledger_files(self.meter.ledger, self.folder)
+        def write() -> None:
+            parameters = sum(p.numel() for p in self.trainer.learner.model.parameters())
+            run_folder.add_measured(self.folder, self.memory, self.earlier_memory, parameters, measured)
+            self.loggers.summary(peaks(without_damaged(self.memory)))
+            if is_last:
+                memory_plots.write_ledger_files(self.meter.ledger, self.folder)
+
+        ranks.on_rank0(write)
+        self.is_measured = is_last
 
     def _try_write_measured_memory(self) -> None:
         """Write memory.json now: the run may end here, and a resumed one cannot measure the first step again."""
@@ -365,12 +366,13 @@ class Run:
         self.loggers.table("memory/all", ["key of memory.json (bytes)", "value"], numbers)
 
 
-def _program_of(model: nn.Module, program: Program, autocast: torch.dtype | None) -> Program:
+def _program_of(model: nn.Module, program: Program | None, autocast: torch.dtype | None) -> Program | None:
     """Return the program for the run's own network, in its present mode.
 
     It was prepared for another object; of a user's network, another call may give other constants.
     """
-    if isinstance(model, UNet3D) and all(parameter.requires_grad for parameter in model.parameters()):
+    is_own = isinstance(model, UNet3D) and all(parameter.requires_grad for parameter in model.parameters())
+    if program is None or is_own:
         return program
     shape = program.maps.graph.image.shape
     image = torch.empty(shape, device=next(model.parameters()).device)
@@ -446,7 +448,7 @@ def _preflight(config: Config, model_config: Model, folder: Path) -> prediction.
     predicted = prediction.preflight(config, model_config, schedule)
     if config.plan is None or config.resume is not None:
         return predicted
-    plan = read_plan(config.plan)
+    plan = compose.read_plan(config.plan)
     entry = report.plan_entry(plan.options, plan.promise, compose.flat(compose.to_plain(config)))
     return predicted._replace(memory={**predicted.memory, "plan": entry})
 

@@ -254,13 +254,12 @@ def without_damaged(values: Values) -> dict[str, Any]:
     """Return the entries of memory.json that have the shapes which tables and pictures read; unknown entries stay."""
     is_sound = {key: fits(values.get(key), shape) for key, shape in OTHERS.items()}
     is_sound |= {kind: _is_step(values.get(kind)) for kind in KINDS}
-    is_sound["advice"] = is_sound["advice"] and is_sound["predicted"] and _is_advice(values["advice"])
+    if is_sound["advice"]:
+        advice = values["advice"]
+        names_halved = advice.get("halved_peak_bytes") is None or advice.get("override") is not None
+        is_sound["advice"] = is_sound["predicted"] and advice["mostly"] in NAMES and names_halved
     is_sound["error_bytes"] = is_sound["error_bytes"] and is_sound["measured"] and is_sound["predicted"]
     return {key: value for key, value in values.items() if is_sound.get(key, True)}
-
-
-def _is_advice(advice: Mapping[str, Any]) -> bool:
-    return advice["mostly"] in NAMES and (advice.get("halved_peak_bytes") is None or advice.get("override") is not None)
 
 
 def _is_step(entry: Any) -> bool:

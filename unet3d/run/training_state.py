@@ -280,35 +280,33 @@ def fingerprint(data: PreparedData, dtype: torch.dtype | None) -> DatasetFingerp
 
 
 def refuse_other_data(before: Mapping[str, Any], now: DatasetFingerprint) -> None:
-    """Raise UserError if the data or the precision has changed since the run began."""
-    _refuse_other_files(before["files"], now["files"])  # first, as the scale of CT follows from labels
-    differing = [name for name in now if name != "files" and before.get(name) != now[name]]
-    changes = [f"{name}: {_short(before.get(name))} -> {_short(now[name])}" for name in differing]
-    if changes:
-        raise UserError(f"resume: the data or the precision changed since the run began: {'; '.join(changes)}")
+    """Raise UserError if the data or the precision has changed since the run began.
 
-
-def _refuse_other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError if files of the cases have changed; warn where only a sample of them could be compared."""
-    differing = []
+    Warn where only a sample of files could be compared.
+    """
+    changed_files = []  # first, as the scale of CT follows from labels
     sampled: dict[str, None] = {}  # cases, in order
     for kind in ("images", "labels"):
         changed = []
-        for name in sorted(before.keys() & now.keys()):
-            then, today = before[name][kind], now[name][kind]
+        for name in sorted(before["files"].keys() & now["files"].keys()):
+            then, today = before["files"][name][kind], now["files"][name][kind]
             extent = "full" if then["full"] and today["full"] else "sample"
             if then[extent] != today[extent]:
                 changed.append(name)
             elif extent == "sample" and then["times"] != today["times"]:
                 sampled[name] = None
         if changed:
-            differing.append(f"{kind} of {_short(', '.join(changed))}")
-    if differing:
+            changed_files.append(f"{kind} of {_short(', '.join(changed))}")
+    if changed_files:
         remedy = "put the old files back, or start a new run"
-        raise UserError(f"resume: {', '.join(differing)} changed since the run began; {remedy}")
+        raise UserError(f"resume: {', '.join(changed_files)} changed since the run began; {remedy}")
     if sampled:
         problem = "times changed, and a sample of the bytes is the same; a run with data.fingerprint=full compares all"
         warn(f"resume: files of {_short(', '.join(sampled))}: {problem}")
+    differing = [name for name in now if name != "files" and before.get(name) != now[name]]
+    changes = [f"{name}: {_short(before.get(name))} -> {_short(now[name])}" for name in differing]
+    if changes:
+        raise UserError(f"resume: the data or the precision changed since the run began: {'; '.join(changes)}")
 
 
 def _short(value: object) -> str:

@@ -131,27 +131,25 @@ class Predictor:
         """Yield logits K D H W of the windows at `places`, on the networks' device, or in `host` memory."""
         starts = range(0, len(places), self.batch)
         for start in progress.parts(starts, "windows", len(places)):
-            batch = places[start : start + self.batch]
-            logits = self.window_logits(self._tiles(padded, batch))
+            parts = []
+            for place in places[start : start + self.batch]:
+                box = [slice(first, first + length) for first, length in zip(place, self.window, strict=True)]
+                parts.append(padded[(slice(None), *box)])
+            if self._device.type == "cpu" and len(parts) == 1:
+                tiles = parts[0][None]  # not a copy
+            else:
+                shape = (len(parts), *parts[0].shape)
+                tiles = torch.empty(shape, dtype=padded.dtype, pin_memory=self._device.type == "cuda")
+                # The copy may still run when `tiles` is let go of: torch gives its pages to no other tensor before.
+                tiles = torch.stack(parts, out=tiles).to(self._device, non_blocking=True)
+            logits = self.window_logits(tiles)
+            del tiles
             if host is not None and logits.device.type != "cpu":
                 logits = host.take(logits)
             of_windows = [*logits.unbind()]
             del logits  # so the batch is freed once the caller drops its last window
             while of_windows:
                 yield of_windows.pop(0)
-
-    def _tiles(self, padded: Tensor, places: Sequence[Axes]) -> Tensor:
-        """Return the windows N C D H W at `places`, on the networks' device."""
-        parts = []
-        for place in places:
-            box = [slice(start, start + length) for start, length in zip(place, self.window, strict=True)]
-            parts.append(padded[(slice(None), *box)])
-        if self._device.type == "cpu" and len(parts) == 1:
-            return parts[0][None]  # not a copy
-        shape = (len(parts), *parts[0].shape)
-        tiles = torch.empty(shape, dtype=padded.dtype, pin_memory=self._device.type == "cuda")
-        # The copy may still run when `tiles` is let go of: torch gives its pages to no other tensor before it is over.
-        return torch.stack(parts, out=tiles).to(self._device, non_blocking=True)
 
     def window_logits(self, tiles: Tensor) -> Tensor:
         """Return mean logits N K D H W of windows N C D H W, over networks and all combinations of mirrored axes.

@@ -104,12 +104,18 @@ class SegmentationLoss:
         return total / sum(0.5**level for level in range(len(scales)))
 
     def _term(self, logits: Tensor, label: Tensor) -> Tensor:
-        """Return the loss at one scale."""
+        """Return the loss at one scale. Raises UserError for one that cannot be learned from."""
         if self.function in IN_CHUNKS:  # they convert a chunk at a time
             return self.function(logits, label, self.options)
-        value = self.function(logits.float(), label.long(), self.options)
-        if self.path is not None:
-            refuse_odd_loss(value, self.path, logits.requires_grad)
+        value: object = self.function(logits.float(), label.long(), self.options)
+        place = f"loss.path={self.path}"
+        if not isinstance(value, Tensor):
+            raise UserError(f"{place}: returns {type(value).__name__}; return a torch tensor, one number")
+        if value.dim() or not value.is_floating_point():
+            fault = f"returns {value.dtype} of shape {tuple(value.shape)}"
+            raise UserError(f"{place}: {fault}; return one floating-point number, as by .mean()")
+        if logits.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
+            raise UserError(f"{place}: returns a number without a gradient; compute it from the logits by torch")
         return MeanOverRanks.apply(value) if ranks.count() > 1 else value
 
 
@@ -199,7 +205,12 @@ class InChunks(torch.autograd.Function):
             ones = torch.ones_like(options.regions[:, 0], dtype=_exact(logits.dtype))
             options = replace(options, weights=ones)
         sums = _sum_chunks(logits, label, options, dice, ce)
-        _sum_over_ranks(sums, options.batch_dice)
+        of_batch = [sums.log_likelihood, sums.weight]
+        if options.batch_dice and sums.overlap is not None and sums.size is not None:
+            sums.overlap = sums.overlap.sum(0, keepdim=True)
+            sums.size = sums.size.sum(0, keepdim=True)
+            of_batch += [sums.overlap, sums.size]
+        ranks.all_reduce_sum(tensor for tensor in of_batch if tensor is not None)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
         value = _value_of(sums, ctx.shares, has_background=options.regions is None)
         ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
@@ -360,16 +371,6 @@ def _as_maps(values: Tensor) -> Tensor:
     return values[:, :, None, None, None]
 
 
-def _sum_over_ranks(sums: Sums, batch_dice: bool) -> None:
-    """Add up the sums of all ranks; with `batch_dice`, also the sums of images to one of the batch."""
-    shared = [sums.log_likelihood, sums.weight]
-    if batch_dice and sums.overlap is not None and sums.size is not None:
-        sums.overlap = sums.overlap.sum(0, keepdim=True)
-        sums.size = sums.size.sum(0, keepdim=True)
-        shared += [sums.overlap, sums.size]
-    ranks.all_reduce_sum(tensor for tensor in shared if tensor is not None)
-
-
 def _value_of(sums: Sums, shares: int, has_background: bool) -> Tensor:
     """Return the loss of the sums, which become smooth; Dice leaves out a background, the first class.
 
@@ -470,17 +471,3 @@ class VolumeLoss:
         if not self._has_labels:
             return None
         return _value_of(replace(self._sums), shares=1, has_background=self._is_softmax).item()
-
-
-def refuse_odd_loss(value: object, path: str, has_gradient: bool) -> None:
-    """Raise UserError unless the loss at `path` returned a number that can be learned from.
-
-    `has_gradient`: whether the logits require a gradient.
-    """
-    if not isinstance(value, Tensor):
-        raise UserError(f"loss.path={path}: returns {type(value).__name__}; return a torch tensor, one number")
-    if value.dim() or not value.is_floating_point():
-        fault = f"returns {value.dtype} of shape {tuple(value.shape)}"
-        raise UserError(f"loss.path={path}: {fault}; return one floating-point number, as by .mean()")
-    if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
-        raise UserError(f"loss.path={path}: returns a number without a gradient; compute it from the logits by torch")

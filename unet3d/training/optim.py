@@ -127,24 +127,19 @@ def _update_average(decay: float, optimizer: torch.optim.Optimizer, *_: Any) -> 
 
 def averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the average of each parameter by its name; {} where none is kept."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter, {})
-        if AVERAGE in state:
-            tensors[name] = state[AVERAGE]
-    return tensors
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+    return {name: state[AVERAGE] for name, state in states.items() if AVERAGE in state}
 
 
 @contextmanager
 def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the model compute with its averages, where any are kept. Nothing is copied."""
-    tensors = averages(model, optimizer)
     parameters = dict(model.named_parameters())
-    weights = {name: parameters[name].data for name in tensors}
+    swapped = [(parameters[name], parameters[name].data, mean) for name, mean in averages(model, optimizer).items()]
     try:
-        for name, average in tensors.items():
-            parameters[name].data = average
+        for parameter, _, average in swapped:
+            parameter.data = average
         yield
     finally:
-        for name, weight in weights.items():
-            parameters[name].data = weight
+        for parameter, weight, _ in swapped:
+            parameter.data = weight

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
 from unet3d.model import half_precision
-from unet3d.recomputing.program import Program
+from unet3d.recomputing.program import PLAIN, Technique
 from unet3d.recomputing.run import call_by_program
 from unet3d.recomputing.trace import refuse_hooks
 from unet3d.training.checkpointing import checkpointed
@@ -25,14 +25,12 @@ from unet3d.training.checkpointing import checkpointed
 class MemoryPolicy:
     """Settings by which a step saves memory.
 
-    With `segment_starts`, the model must be an nn.Sequential; with a `program`, the network that it was prepared for.
+    A model in checkpointed segments must be an nn.Sequential; with a program, the network that it was prepared for.
     """
 
     device_type: str = "cpu"
     dtype: torch.dtype | None = None  # of mixed precision; None: float32
-    segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
-    program: Program | None = None  # that training passes follow
-    window_program: Program | None = None  # that passes without gradients follow, over images of its size
+    technique: Technique = PLAIN
     channels_last: bool = False  # weights and maps in torch.channels_last_3d
 
     def formatted(self, model: nn.Module) -> nn.Module:
@@ -53,17 +51,18 @@ class MemoryPolicy:
         """Return the model's output for an image N C D H W; with gradients on, backward recomputes what is not kept."""
         if self.channels_last:
             image = image.contiguous(memory_format=torch.channels_last_3d)
+        segment_starts, program, window_program, _ = self.technique
         autocast = torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
         with autocast, self.cpu_half_precision():
             if not torch.is_grad_enabled():
-                if self.window_program is not None and self.window_program.serves(image):
-                    return call_by_program(self.window_program, model, image)
+                if window_program is not None and window_program.serves(image):
+                    return call_by_program(window_program, model, image)
                 return model(image)
-            if self.program is not None:
+            if program is not None:
                 refuse_hooks(model)
-                return call_by_program(self.program, model, image)
-            if self.segment_starts:
-                return checkpointed(model, image, self.segment_starts)
+                return call_by_program(program, model, image)
+            if segment_starts:
+                return checkpointed(model, image, segment_starts)
             return model(image)
 
     def scaler(self) -> torch.amp.GradScaler:
