@@ -172,21 +172,16 @@ def subsample(label: Tensor, size: torch.Size) -> Tensor:
     return label
 
 
-@dataclass
-class Sums:
-    """Sums over voxels from which the losses follow; None in a loss that does not need them."""
+# Sums over voxels from which the losses follow, those that a loss needs:
+# "overlap", N K: probability on voxels of the class; "size", N K: probability plus voxels of the class;
+# "log_likelihood" of the labels, weighted by class; "weight" of all labelled voxels.
+Sums = dict[str, Tensor]
 
-    overlap: Tensor | None = None  # N K, probability on voxels of the class
-    size: Tensor | None = None  # N K, probability plus voxels of the class
-    log_likelihood: Tensor | None = None  # of the labels, weighted by class
-    weight: Tensor | None = None  # of all labelled voxels
 
-    def add(self, other: "Sums") -> None:
-        """Add the sums of other voxels of the same images."""
-        for name, part in vars(other).items():
-            if part is not None:
-                total = getattr(self, name)
-                setattr(self, name, part if total is None else total.add_(part))
+def _add(sums: Sums, **parts: Tensor) -> None:
+    """Add the sums of other voxels of the same images."""
+    for name, part in parts.items():
+        sums[name] = sums[name].add_(part) if name in sums else part
 
 
 class InChunks(torch.autograd.Function):
@@ -205,15 +200,15 @@ class InChunks(torch.autograd.Function):
             ones = torch.ones_like(options.regions[:, 0], dtype=_exact(logits.dtype))
             options = replace(options, weights=ones)
         sums = _sum_chunks(logits, label, options, dice, ce)
-        of_batch = [sums.log_likelihood, sums.weight]
-        if options.batch_dice and sums.overlap is not None and sums.size is not None:
-            sums.overlap = sums.overlap.sum(0, keepdim=True)
-            sums.size = sums.size.sum(0, keepdim=True)
-            of_batch += [sums.overlap, sums.size]
-        ranks.all_reduce_sum(tensor for tensor in of_batch if tensor is not None)
+        shared = [sums[name] for name in ("log_likelihood", "weight") if name in sums]
+        if options.batch_dice and dice:
+            for name in ("overlap", "size"):
+                sums[name] = sums[name].sum(0, keepdim=True)
+                shared.append(sums[name])
+        ranks.all_reduce_sum(shared)
         ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
         value = _value_of(sums, ctx.shares, has_background=options.regions is None)
-        ctx.save_for_backward(logits, label, sums.overlap, sums.size, sums.weight)
+        ctx.save_for_backward(logits, label, *map(sums.get, ("overlap", "size", "weight")))
         ctx.options = options
         # A convolution or a network by a program: neither reads its output in backward.
         producers = ("ConvolutionBackward0", "RecomputeFunctionBackward")
@@ -242,33 +237,33 @@ class InChunks(torch.autograd.Function):
 def _sum_chunks(logits: Tensor, label: Tensor, options: LossOptions, dice: bool, ce: bool) -> Sums:
     """Return this rank's sums over all chunks, for Dice, cross-entropy or both."""
     weights = options.weights
-    sums = Sums()
+    sums: Sums = {}
     for x, rows in _chunks(logits, options.chunk):
         if options.regions is None:
             truth = _one_hot(x, label[:, rows])
             log_p = x.log_softmax(1)
             if ce:
                 weighted = truth if weights is None else truth * _as_maps(weights[None])
-                sums.add(Sums(log_likelihood=(log_p * weighted).sum(), weight=weighted.sum()))
+                _add(sums, log_likelihood=(log_p * weighted).sum(), weight=weighted.sum())
                 del weighted
             if dice:
                 p = log_p.exp_()
                 p.mul_(truth.sum(1, keepdim=True))  # 0 where the label is ignored
-                sums.add(Sums(overlap=(p * truth).sum(VOXELS)))
+                _add(sums, overlap=(p * truth).sum(VOXELS))
                 p.add_(truth)
-                sums.add(Sums(size=p.sum(VOXELS)))
+                _add(sums, size=p.sum(VOXELS))
             continue
         assert weights is not None
         truth, valid = _in_regions(x, label[:, rows], options.regions)
         if ce:
             surprise = torch.logaddexp(x, torch.zeros_like(weights[0])).addcmul_(x, truth, value=-1)
             surprise.mul_(valid).mul_(_as_maps(weights[None]))  # -log of the truth's probability
-            sums.add(Sums(log_likelihood=-surprise.sum(), weight=valid.sum() * weights.sum()))
+            _add(sums, log_likelihood=-surprise.sum(), weight=valid.sum() * weights.sum())
             del surprise
         if dice:
             p = x.sigmoid().mul_(valid)
-            sums.add(Sums(size=p.sum(VOXELS) + truth.sum(VOXELS)))
-            sums.add(Sums(overlap=p.mul_(truth).sum(VOXELS)))
+            _add(sums, size=p.sum(VOXELS) + truth.sum(VOXELS))
+            _add(sums, overlap=p.mul_(truth).sum(VOXELS))
             del p
         del x, truth, valid  # before the next chunk is made
     return sums
@@ -377,17 +372,17 @@ def _value_of(sums: Sums, shares: int, has_background: bool) -> Tensor:
     `shares`: the number of ranks of whose images Dice is the mean; 1 if these are one batch.
     """
     value: Tensor | None = None
-    if sums.overlap is not None and sums.size is not None:
-        sums.overlap = 2 * sums.overlap + SMOOTH
-        sums.size = sums.size + SMOOTH
-        score = (sums.overlap / sums.size)[:, int(has_background) :].mean()
+    if "size" in sums:
+        sums["overlap"] = 2 * sums["overlap"] + SMOOTH
+        sums["size"] = sums["size"] + SMOOTH
+        score = (sums["overlap"] / sums["size"])[:, int(has_background) :].mean()
         if shares > 1:
             score = score / shares
             ranks.all_reduce_sum([score])
         value = 1 - score
-    if sums.log_likelihood is not None and sums.weight is not None:
-        sums.weight = sums.weight.clamp(min=1e-8)
-        gain = sums.log_likelihood / sums.weight
+    if "weight" in sums:
+        sums["weight"] = sums["weight"].clamp(min=1e-8)
+        gain = sums["log_likelihood"] / sums["weight"]
         value = -gain if value is None else value - gain
     assert value is not None
     return value
@@ -443,7 +438,7 @@ class VolumeLoss:
         weights = torch.tensor(options.weights or [1.0] * outputs, dtype=torch.float64)
         table = None if regions is None else torch.tensor(regions.table(), dtype=torch.float64)
         self._options = LossOptions(weights, regions=table)
-        self._sums = Sums()
+        self._sums: Sums = {}
         self._has_labels = False
         self._is_softmax = regions is None
 
@@ -463,11 +458,11 @@ class VolumeLoss:
     def _add(self, plane: Tensor, truth: Tensor) -> None:
         """Add probabilities (K, Y, Z) of a plane with these labels (Y, Z), as of the logits that have them."""
         logits = plane.clamp(min=LEAST).log() if self._is_softmax else plane.clamp(LEAST, MOST).logit()
-        self._sums.add(_sum_chunks(logits[None, :, None], truth[None, None], self._options, *self._terms))
+        _add(self._sums, **_sum_chunks(logits[None, :, None], truth[None, None], self._options, *self._terms))
         self._has_labels |= bool((truth != IGNORE).any())
 
     def value(self) -> float | None:
         """Return the loss of the voxels so far; None where none is labelled."""
         if not self._has_labels:
             return None
-        return _value_of(replace(self._sums), shares=1, has_background=self._is_softmax).item()
+        return _value_of(dict(self._sums), shares=1, has_background=self._is_softmax).item()

@@ -54,19 +54,18 @@ def score_case(
     labels_of: Sequence[Sequence[int]] = [(label,) for label in range(1, classes)]
     if regions is not None:
         labels_of = regions.labels
-    hits = np.array([counts[np.ix_(labels, labels)].sum() for labels in labels_of])
-    misses = np.array([counts[[*labels]].sum() for labels in labels_of]) - hits
-    false_positives = np.array([counts[:, [*labels]].sum() for labels in labels_of]) - hits
-    union = hits + false_positives + misses
+    table = np.array([[label in labels for label in range(classes)] for labels in labels_of], np.int64)
+    hits = np.einsum("il,lm,im->i", table, counts, table)
+    true, predicted = table @ counts.sum(1), table @ counts.sum(0)
     distances: tuple[float | None, ...] = ()
     if hd95:
         distances = _distances(prediction, truth, labels_of, spacing, ignore)
     return CaseScore(
         case,
-        dice=_ratios(2 * hits, union + hits),
-        iou=_ratios(hits, union),
+        dice=_ratios(2 * hits, true + predicted),
+        iou=_ratios(hits, true + predicted - hits),
         hd95_mm=distances,
-        is_absent=tuple((hits + misses == 0).tolist()),
+        is_absent=tuple((true == 0).tolist()),
     )
 
 
