@@ -640,7 +640,7 @@ def test_a_trace_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.Captur
     def divide(*_: object) -> None:
         raise ZeroDivisionError(f"{CODES}{FOREIGN}")
 
-    assert lifecycle.run(divide, Config(dry_run=True), tmp_path, []).code == 1
+    assert lifecycle.run(divide, Config(dry_run=True), tmp_path, [])[0] == 1
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback") and printed.count(r"\x1b[2J\x07\x9b\u202e\udcff") == 2
     refuse_codes(printed)

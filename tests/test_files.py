@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from guards import nothing, without
+from guards import no, nothing, without
 from promises import promise
 
 from unet3d.base import files
@@ -47,8 +47,8 @@ def temporary(folder: Path) -> list[Path]:
     "the next command that writes there removes its `.HEX.tmp`, and leaves a living process's alone (by "
     "a lock: where a disk has none, it stays)",
 )
-@without("unet3d.base.files.hold", nothing)
-@without("unet3d.base.files.remove_unheld", nothing)
+@without("unet3d.base.files.fcntl.flock", nothing)
+@without("unet3d.base.files.stat.S_ISREG", no)
 def test_what_a_killed_command_was_writing_is_removed_by_the_next_that_writes_there(
     tmp_path: Path,
 ) -> None:

@@ -74,19 +74,12 @@ def _made(folder: Path) -> tuple[Path, IO[bytes]]:
     while True:
         temporary = folder / f".unet3d-{secrets.token_hex(8)}.tmp"
         file = open(temporary, "x+b")  # noqa: SIM115 (no file or link that is there)
-        hold(file)
+        # Not every disk supports locks. That of lockf would end as soon as any map of the file is closed.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:  # else it was removed before it was held
             return temporary, file
         file.close()
-
-
-def hold(file: IO[bytes]) -> None:
-    """Show other processes that a temporary file is in use, where its disk supports locks.
-
-    Not by lockf, whose lock ends as soon as any map of the file is closed.
-    """
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @functools.cache
@@ -98,19 +91,11 @@ def remove_abandoned(folder: Path) -> None:
     """
     with suppress(OSError):
         for path in folder.glob(TEMPORARY):
-            with suppress(OSError):
-                remove_unheld(path)
-
-
-def remove_unheld(path: Path) -> None:
-    """Remove a file, no link. Raises OSError where it is held."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # some disks lock only what is written to
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            path.unlink()
-    finally:
-        os.close(descriptor)
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # some disks lock only what is written to
+            with suppress(OSError), open(os.open(path, flags), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    path.unlink()
 
 
 def open_regular(path: Path, follow: bool = True) -> io.BufferedReader:
@@ -275,12 +260,9 @@ def _refuse_odd_values(value: Any) -> None:
     is_long = isinstance(value, int) and value.bit_length() > 64
     if is_long or not isinstance(value, PLAIN):
         raise ValueError("only numbers, texts, lists and mappings are allowed; quote a date")
-    parts: list[Any] = []
     if isinstance(value, dict):
-        parts = [*value.keys(), *value.values()]
-    elif isinstance(value, list):
-        parts = value
-    for part in parts:
+        value = [*value.keys(), *value.values()]
+    for part in value if isinstance(value, list) else ():
         _refuse_odd_values(part)
 
 

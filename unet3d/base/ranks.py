@@ -73,11 +73,7 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
         with _answered():
             group = dist.PrefixStore("group", _store())
             dist.init_process_group(
-                backend,
-                store=group,
-                rank=RANK,
-                world_size=SIZE,
-                timeout=timedelta(seconds=timeout),
+                backend, store=group, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=timeout)
             )
         _joined.append(True)
         yield
@@ -146,22 +142,13 @@ def all_reduce_sum(tensors: "Iterable[Tensor]") -> None:
             references = flat._use_count()  # type: ignore[attr-defined]
             with _answered():
                 dist.all_reduce(flat)
-            _wait_until_released(flat, references)
+            # gloo's thread releases a tensor a moment after the collective has returned: until then the memory is
+            # taken, and a measured peak would depend on the moment.
+            deadline = time.monotonic() + RELEASE
+            while flat.device.type == "cpu" and flat._use_count() > references and time.monotonic() < deadline:  # type: ignore[attr-defined]
+                time.sleep(0)
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-
-def _wait_until_released(tensor: "Tensor", references: int) -> None:
-    """Wait until a CPU tensor has no more references than before its collective, for a second at most.
-
-    gloo's thread releases a tensor a moment after the collective has returned: until then the memory is taken, and a
-    measured peak would depend on the moment.
-    """
-    if tensor.device.type != "cpu":
-        return
-    deadline = time.monotonic() + RELEASE
-    while tensor._use_count() > references and time.monotonic() < deadline:  # type: ignore[attr-defined]
-        time.sleep(0)
 
 
 def _buckets(tensors: "Iterable[Tensor]") -> "Iterator[list[Tensor]]":

@@ -68,7 +68,7 @@ def tables_of_options(node: Any, prefix: str = "") -> Iterator[tuple[str, list[l
             groups[name] = value
             continue
         facts = FACTS[name]
-        kind = facts.get("kind") or facts["type"].replace(" | None", " or null")
+        kind = facts["kind"] or facts["type"].replace(" | None", " or null")
         length = f"{facts['size']} items" if facts["size"] else ""
         allowed = ", ".join(filter(None, [*facts["among"], rules.bounds(facts), length]))
         rows.append([name, kind, allowed, plain(value), facts["about"]])

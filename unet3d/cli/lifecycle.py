@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -43,16 +42,8 @@ def print_error(line: str, code: int = 0) -> int:
     return code
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a job has ended: its exit code, and the error that ended it."""
-
-    code: int
-    error: BaseException | None = None
-
-
-def run(job: TrainingJob, config: Config, folder: Path, overrides: list[str]) -> Outcome:
-    """Run a job alone in its folder; STATUS says how it has ended, and a line on stderr which error ended it."""
+def run(job: TrainingJob, config: Config, folder: Path, overrides: list[str]) -> tuple[int, BaseException | None]:
+    """Run a job alone in its folder. Return its exit code, and the error that ended it, which stderr says in a line."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links_out(folder)
@@ -62,10 +53,10 @@ def run(job: TrainingJob, config: Config, folder: Path, overrides: list[str]) ->
             return _run_in(folder, job, config, overrides)
     except (UserError, OSError) as error:  # before the job began
         line, code = _last_line(error, folder)
-        return Outcome(print_error(line, code), error)
+        return print_error(line, code), error
 
 
-def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]) -> Outcome:
+def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]) -> tuple[int, BaseException | None]:
     """Run a job in the folder that it holds, and write STATUS once it has ended, whatever ended it."""
     before, _ = status(folder)
     earlier = earlier_overrides(folder) if config.resume is not None else []
@@ -93,9 +84,9 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
                 requeue()
             print_error(line)
             ranks.end_if_stuck(code)
-            return Outcome(code, error)
+            return code, error
     write_end(folder, "done", 0)
-    return Outcome(0)
+    return 0, None
 
 
 def run_as_follower_rank(job: TrainingJob) -> int:
@@ -258,11 +249,10 @@ def save_overrides(folder: Path, overrides: list[str]) -> None:
 
 def earlier_overrides(folder: Path) -> list[str]:
     """Return what `save_overrides` kept, to be shown; an empty list if it is damaged."""
-    try:
+    with suppress(UserError):
         words = read_yaml(folder / OVERRIDES)
-    except UserError:
-        return []
-    return [str(word) for word in words] if isinstance(words, list) else []
+        return [str(word) for word in words] if isinstance(words, list) else []
+    return []
 
 
 def path_option(name: str, path: Path) -> str:

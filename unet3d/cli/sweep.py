@@ -78,14 +78,9 @@ def _compose_each(words: Sequence[str]) -> list[Composed]:
     """Compose the overrides of each job; all name the folder of the first, which may depend on the time."""
     composed: list[Composed] = []
     for job in compose.sweep(words):
-        named = [folder_override(composed[0].sweep_folder)] if composed else []
+        named = [lifecycle.path_option(FOLDER, composed[0].sweep_folder)] if composed else []
         composed.append(compose.compose_tree([*job, *named]))
     return composed
-
-
-def folder_override(folder: Path) -> str:
-    """Return the override that names the folder of a sweep."""
-    return lifecycle.path_option(FOLDER, folder)
 
 
 def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
@@ -128,7 +123,8 @@ def launch(jobs: Sequence[Job], command_line: Sequence[str], task: Callable[[Dic
     tree = deepcopy(first.tree)  # with the launcher and its options
     with open_dict(tree):
         tree.hydra.mode = RunMode.MULTIRUN
-        tree.hydra.overrides.hydra.append(folder_override(first.sweep_folder))  # else of the time in each process
+        # Without it the name would be of the time in each process.
+        tree.hydra.overrides.hydra.append(lifecycle.path_option(FOLDER, first.sweep_folder))
         tree.hydra.overrides.task = [word for word in command_line if not word.startswith("hydra")]
     first.sweep_folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(tree, first.sweep_folder / "multirun.yaml")
@@ -185,7 +181,7 @@ def _children(process: int) -> list[int]:
 def _interrupted(jobs: Sequence[Job]) -> int:
     """Print how to go on with a sweep that was stopped. Return its exit code."""
     folder = jobs[0].composed.sweep_folder
-    remedy = f"to go on: the same command with {GOES_ON} {folder_override(folder)}"
+    remedy = f"to go on: the same command with {GOES_ON} {lifecycle.path_option(FOLDER, folder)}"
     if jobs[0].composed.choice("hydra/launcher") in QUEUES:
         remedy = "its jobs go on"
     command = f"python -m unet3d compare {shlex.quote(str(folder))}"

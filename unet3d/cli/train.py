@@ -3,6 +3,7 @@
 What the words ask for, a run or the jobs of a sweep, is composed and checked once.
 """
 
+import argparse
 import sys
 import tempfile
 import threading
@@ -69,40 +70,33 @@ def _run(words: Sequence[str]) -> int:
             compose.compose(overrides)
         # Where Hydra looks for them; the process ends with this.
         sys.argv[1:] = [as_written(word) for word in words]
-        hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)(_run_nothing)()
+        hydra.main(str(compose.config_folder()), compose.CONFIG_NAME, compose.VERSION_BASE)(lambda _: None)()
         return 0
     jobs = plan(arguments)
     if jobs[0].number is not None:
         return sweep.run(jobs, lambda: sweep.launch(jobs, arguments.overrides, job_of_sweep))
-    return _run_alone(jobs[0]).code
+    return _run_alone(jobs[0])[0]
 
 
-def _run_nothing(_: DictConfig) -> None:
-    raise AssertionError("a flag that only shows something runs no job")
-
-
-def _run_alone(planned: sweep.Job) -> lifecycle.Outcome:
+def _run_alone(planned: sweep.Job) -> tuple[int, BaseException | None]:
     return lifecycle.run(job, planned.config, planned.folder, planned.composed.all_overrides)
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A command line: its overrides, and what its flags ask for."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return what the words of a command line ask for, before anything is composed. Raises UserError.
 
-    overrides: list[str]  # the words without flags; --config-dir is an override, too
-    is_sweep: bool = False  # -m
-    only_shows: bool = False  # a flag of Hydra's that shows something and runs nothing: --cfg, --info, --hydra-help
-
-
-def parse(words: Sequence[str]) -> Arguments:
-    """Return what the words of a command line ask for, before anything is composed. Raises UserError."""
+    It has what Hydra's flags say. `overrides` are the words without flags; --config-dir is one of them. `only_shows`: a
+    flag shows something and runs nothing.
+    """
     parser = get_args_parser()
     parser.error = _refuse_flag  # type: ignore[method-assign]
     flags, unknown = parser.parse_known_intermixed_args(list(words))
     if unknown:
         raise not_a_flag(unknown[0], words)
+    flags.only_shows = bool(flags.cfg or flags.info or flags.shell_completion or flags.hydra_help)
     if flags.shell_completion or flags.hydra_help:
-        return Arguments([], only_shows=True)
+        flags.overrides = []
+        return flags
     for override in flags.overrides:
         name, _, value = override.partition("=")
         if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it once more
@@ -115,11 +109,9 @@ def parse(words: Sequence[str]) -> Arguments:
         if getattr(flags, name):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag}: a run has the package's own config.yaml; choose files by experiment=NAME")
-    overrides = list(flags.overrides)
     if flags.config_dir:
-        overrides.insert(0, compose.search_path(flags.config_dir))
-    is_sweep = flags.multirun or "hydra.mode=MULTIRUN" in overrides
-    return Arguments(overrides, is_sweep, only_shows=bool(flags.cfg or flags.info))
+        flags.overrides.insert(0, compose.search_path(flags.config_dir))
+    return flags
 
 
 def _refuse_flag(message: str) -> NoReturn:
@@ -127,10 +119,10 @@ def _refuse_flag(message: str) -> NoReturn:
     raise UserError(f"{message}; options are written without dashes: batch=4")
 
 
-def plan(arguments: Arguments) -> list[sweep.Job]:
+def plan(arguments: argparse.Namespace) -> list[sweep.Job]:
     """Return the run that a command line asks for, or the jobs of its sweep. Raises UserError before any begins."""
     overrides = arguments.overrides
-    if not arguments.is_sweep:
+    if not arguments.multirun and "hydra.mode=MULTIRUN" not in overrides:
         composed = compose.compose_tree(overrides)
         added = compose.added_sweep(overrides, [composed])
         if not added:
@@ -239,9 +231,9 @@ def train(overrides: Sequence[str] = ()) -> TrainedRun:
     planned = plan(parse(words))[0]
     if planned.number is not None:
         raise UserError(f"{words}: is a sweep; unet3d.train runs one training, a sweep is for the command line")
-    outcome = _run_alone(planned)
-    if outcome.error is not None:
-        raise outcome.error
+    _, error = _run_alone(planned)
+    if error is not None:
+        raise error
     return TrainedRun(planned.folder)
 
 

@@ -160,23 +160,16 @@ def compose_tree(overrides: Sequence[str]) -> Composed:
         HydraConfig.instance().cfg = tree  # type: ignore[assignment]  # for `${hydra:...}` in the name of a folder
     _refuse_merged(tree, overrides)
     composed = Composed(overrides, tree)
-    _refuse_misread_files(composed)
-    apply_plan(composed)
-    return composed
-
-
-def _refuse_misread_files(composed: Composed) -> None:
-    """Raise UserError where a text in one of the user's own YAML files is read as something else."""
     folders = composed.file_folders()
-    if folders == [config_folder()]:
-        return
-    for group, choice in composed.tree.hydra.runtime.choices.items():
+    for group, choice in tree.hydra.runtime.choices.items() if folders != [config_folder()] else ():
         for file in files_of(group, str(choice), folders):
             # These files are the user's own, which may have aliases.
             written = yaml.BaseLoader(file.path.read_text()).get_single_data()
             if isinstance(written, dict):
                 written.pop("defaults", None)
                 refuse_misread(file.path, file.values, written, file.prefix.rstrip("."))
+    apply_plan(composed)
+    return composed
 
 
 def apply_plan(composed: Composed) -> None:
@@ -222,21 +215,17 @@ def read_plan(path: str) -> PlanFile:
             raise UserError(f"{place}: {name}: no such option{nearest(name)}")
         if name not in options_with("kept"):
             raise UserError(f"{place}: {name}: a plan does not set this; give it on the command line")
-    return PlanFile(options, _promise(place, content.get("promise") or {}))
-
-
-def _promise(place: str, values: Any) -> dict[str, Any]:
-    """Return what a plan promises. Raises UserError for entries of other names or types."""
-    if not isinstance(values, dict):
+    promise = content.get("promise") or {}
+    if not isinstance(promise, dict):
         raise UserError(f"{place}: promise: is no mapping; write the plan again")
-    for name, value in values.items():
+    for name, value in promise.items():
         kind = PROMISED.get(name)
         if kind is None:
             raise UserError(f"{place}: promise.{name}: nothing that a plan promises; remove it")
         is_number = type(value) in (int, float) and math.isfinite(value) and value >= 0
-        if (kind is str and not isinstance(value, str)) or (kind is not str and not is_number):
+        if not (isinstance(value, str) if kind is str else is_number):
             raise UserError(f"{place}: promise.{name}={value}: is no {kind.__name__}; write the plan again")
-    return dict(values)
+    return PlanFile(options, promise)
 
 
 def _refuse_merged(tree: DictConfig, overrides: Sequence[str]) -> None:

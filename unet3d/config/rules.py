@@ -13,7 +13,7 @@ from typing import Any
 from unet3d.base import ranks
 from unet3d.base.errors import UserError
 from unet3d.base.types import budget_bytes
-from unet3d.config.data_rules import check_classes_of_new_run, check_data, checked_regions
+from unet3d.config.data_rules import check_classes_of_new_run, check_data, check_regions
 from unet3d.config.schema import FACTS, GENERATED, LOSSES, Config, Data, Model, names_classes, options, options_with
 from unet3d.model import geometry
 
@@ -22,12 +22,12 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.mod
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
 WANDB_VARIABLES = {
-    "WANDB_PROJECT": "project",
-    "WANDB_ENTITY": "entity",
-    "WANDB_NAME": "name",
-    "WANDB_RUN_GROUP": "group",
-    "WANDB_JOB_TYPE": "job_type",
-    "WANDB_TAGS": "tags",  # with commas between them
+    "WANDB_PROJECT": "wandb.project",
+    "WANDB_ENTITY": "wandb.entity",
+    "WANDB_NAME": "wandb.name",
+    "WANDB_RUN_GROUP": "wandb.group",
+    "WANDB_JOB_TYPE": "wandb.job_type",
+    "WANDB_TAGS": "wandb.tags",  # with commas between them
 }
 WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")  # of the variable
 
@@ -65,7 +65,7 @@ def check_options(config: Config) -> None:
     """Raise UserError for the first option out of its range."""
     for name, value, facts in options(config):
         _check_range(name, value, facts)
-        if facts.get("kind") == "int or auto" and value != "auto" and type(value) is not int:
+        if facts["kind"] == "int or auto" and value != "auto" and type(value) is not int:
             raise UserError(f"{name}={value}: use a number, or auto ({facts['about']})")
         if facts.get("ascending") and value[0] > value[1]:
             raise UserError(f"{name}={value}: give [smallest, largest]")
@@ -143,17 +143,15 @@ def _check_wandb(config: Config) -> None:
     mode = os.environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE={mode}: use one of {', '.join(WANDB_MODES[:3])}, or unset it")
-    given: list[tuple[str, str, Any]] = []  # by an option or a variable, which name of a run
-    for option in options_with("letters"):
-        name = option.removeprefix("wandb.")
-        given.append((option, name, getattr(config.wandb, name)))
+    given = {option: getattr(config.wandb, option.removeprefix("wandb.")) for option in options_with("letters")}
     if (mode or config.wandb.mode) != "disabled":
-        for variable, name in WANDB_VARIABLES.items():
-            text = os.environ.get(variable) or None
-            given.append((variable, name, text.split(",") if text and name == "tags" else text))
-    for place, name, words in given:
+        given |= {variable: os.environ.get(variable) or None for variable in WANDB_VARIABLES}
+    for place, words in given.items():
+        option = WANDB_VARIABLES.get(place, place)
+        if place != option and option == "wandb.tags" and words:
+            words = words.split(",")
         for word in words if isinstance(words, list) else [words]:
-            most = FACTS[f"wandb.{name}"]["letters"]
+            most = FACTS[option]["letters"]
             if word is None:
                 continue
             if not word.strip():
@@ -161,7 +159,7 @@ def _check_wandb(config: Config) -> None:
             if len(word) > most:
                 raise UserError(f"{place}={word[:40]}...: has {len(word)} letters; wandb takes at most {most}")
             found = [sign for sign in "/\\#?%:" if sign in word]
-            if name in ("project", "entity") and found:
+            if option in ("wandb.project", "wandb.entity") and found:
                 raise UserError(f"{place}={word}: holds {' '.join(found)}; wandb takes none of / \\ # ? % :")
 
 
@@ -207,7 +205,7 @@ def _check_range(name: str, value: Any, facts: Any) -> None:
         comma = "; the decimal sign is a point" if len(value) == 2 * facts["size"] else ""
         raise UserError(f"{name}={value}: give {SIZES[facts['size']]}{comma} ({about})")
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, dict | list) and "kind" not in facts:  # OmegaConf lets them into lists of numbers
+        if isinstance(item, dict | list) and not facts["kind"]:  # OmegaConf lets them into lists of numbers
             raise UserError(f"{name}={value}: give numbers or words, nothing nested ({about})")
         if "imports" in facts and isinstance(item, str) and not IMPORT_PATH.fullmatch(item):
             raise UserError(f"{name}={item}: give package.module:name, as in {name}=mypkg.parts:mine")
@@ -314,19 +312,14 @@ def mixed_windows(batch: int, what: str) -> UserError:
 
 def check_outputs(model: Model) -> None:
     """Raise UserError for a number of outputs, or labels of them, that no data can have."""
-    if model.regions is None:
-        if model.regions_class_order is not None:
-            raise UserError("model.regions_class_order is set, but model.regions is not; give both, or neither")
-        if model.classes == 1:
-            raise UserError("model.classes=1: one class is background alone; give 2 or more, or model.regions")
-        return
-    option = f"model.regions={model.regions}"
-    if not isinstance(model.regions, list):
-        raise UserError(f"{option}: give the labels of each region, e.g. [[1,2,3],[2,3],[3]]")
-    labels_of = dict(enumerate(model.regions, start=1))
-    checked_regions(labels_of, model.regions_class_order, option, "model.regions_class_order")
-    if model.classes not in (None, len(model.regions)):
-        raise UserError(f"model.classes={model.classes}: {option} are {len(model.regions)}; make them agree")
+    regions = model.regions
+    example = "give the labels of each region, e.g. [[1,2,3],[2,3],[3]]"
+    check_regions("model.regions", regions, model.regions_class_order, list, example)
+    if regions is None and model.classes == 1:
+        raise UserError("model.classes=1: one class is background alone; give 2 or more, or model.regions")
+    if regions is not None and model.classes not in (None, len(regions)):
+        problem = f"model.regions={regions} are {len(regions)}; make them agree"
+        raise UserError(f"model.classes={model.classes}: {problem}")
 
 
 def check_model(model: Model) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from unet3d.base.types import Regions
 
@@ -42,17 +42,6 @@ LAYOUTS = _known_layouts(PACKAGE / "data" / "layouts")
 GENERATED = tuple(name for name, facts in LAYOUTS.items() if "generated" in facts)
 
 
-class Facts(TypedDict, total=False):
-    """What else is known of an option, besides words."""
-
-    among: tuple[str, ...]  # the values that it may have, where words do not list them
-    kind: str  # the type in words, of a value of several types, which has a rule of its own
-    example: str  # of a map
-    letters: int  # at most, of a name that wandb accepts
-    imports: tuple[str, ...]  # names code, which is called with these
-    learned: str  # a checkpoint says how "files" are read, what "labels" are, or what goes "with labels"
-
-
 WORDS = {  # that are true of an option, or of a group's options but those with -word
     "ascending": "two numbers: smallest, largest",
     "any_network": "counts beside model.path",
@@ -68,6 +57,10 @@ WORDS = {  # that are true of an option, or of a group's options but those with 
     "same": "runs with other values are not comparable: other data, or another length or course of training",
     "sees": "changes how a network sees images, or what its classes are",
     "private": "holds a path: it is not published, and not in a private wandb run",
+    "imports": "names code, which is called with the arguments after the colon",
+    "example": "a map, such as the one after the colon",
+    "letters": "a name that wandb accepts has at most so many",
+    "learned": "a checkpoint says how files are read, what labels are, or what goes with_labels",
 }
 UNTOLD = {  # words, too: why an option is none of a methods paragraph's business
     "speed": "the same numbers, perhaps rounded otherwise, in other time or memory",
@@ -83,11 +76,16 @@ def facts_of(words: str) -> dict[str, Any]:
     """Return what words say of an option, or of a group: those of WORDS and UNTOLD, and which values it may have.
 
     These are `same|valid`, or an inclusive range, of a list's items too, as in `>=0 <=1`, and `x3`, a list's length.
+    After a colon stands what else a word says, as in `letters:64`.
     """
     facts: dict[str, Any] = {}
     for word in words.split():
-        name = word.removeprefix("-")
-        if "|" in word:
+        name, colon, said = word.removeprefix("-").partition(":")
+        if name == "imports":
+            facts[name] = tuple(said.split(","))
+        elif colon:
+            facts[name] = int(said) if said.isdecimal() else said
+        elif "|" in word:
             facts["among"] = tuple(word.split("|"))
         elif word.startswith((">=", "<=")):
             facts["low" if word[0] == ">" else "high"] = ast.literal_eval(word[2:])
@@ -101,9 +99,13 @@ def facts_of(words: str) -> dict[str, Any]:
     return facts
 
 
-def option(default: Any, about: str, words: str = "", **facts: Unpack[Facts]) -> Any:
-    """Return a dataclass field: its default, its meaning, and what `facts_of` its words and these facts say."""
-    metadata = {"about": about, "low": None, "high": None, "among": (), "size": 0, **facts_of(words), **facts}
+def option(default: Any, about: str, words: str = "", among: tuple[str, ...] = (), kind: str = "") -> Any:
+    """Return a dataclass field: its default, its meaning, and what `facts_of` its words says.
+
+    `among`: the values that it may have, where words do not list them. `kind`: the type in words, of a value of several
+    types, which has a rule of its own.
+    """
+    metadata = {"about": about, "low": None, "high": None, "among": among, "size": 0, "kind": kind, **facts_of(words)}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -147,8 +149,7 @@ class Model:
     path: str | None = option(
         None,
         "your own network, package.module:name, called as name(in_channels, classes)",
-        "-kept any_network",
-        imports=("in_channels", "classes"),
+        "-kept any_network imports:in_channels,classes",
     )
     features: list[int] = option([16, 32, 64, 128], "channels of each level's encoder; its length is the depth", ">=1")
     decoder: list[int] | None = option(None, "channels of each decoder level; null: the encoder's", "by_level >=1")
@@ -254,36 +255,32 @@ class Phantom:
 class Data:
     """The data set, its split, and how patches are cut."""
 
-    format: str = option("phantom", "layout on disk", among=tuple(LAYOUTS), learned="files")
+    format: str = option("phantom", "layout on disk", "learned:files", among=tuple(LAYOUTS))
     root: str | None = option(None, "folder of the data set", "-fixed private place")
     images: str = option("images", "folders: sub-folder of the images", "private place")
     labels: str = option("labels", "folders: sub-folder of the label maps", "private place")
     classes: list[str] | None = option(
-        None, "folders, or with label_map: class names, background first", learned="labels"
+        None, "folders, or with label_map: class names, background first", "learned:labels"
     )
     label_map: Any = option(
         None,
         "new label: the files' label or labels, as {1: [1,2], 2: 4}; null: as stored",
-        "sees",
-        learned="labels",
+        "sees learned:labels example:{1:[1,2],2:4}",
         kind="map or null",
-        example="{1:[1,2],2:4}",
     )
     regions: Any = option(
         None,
         "classes that overlap: name and labels, as {whole: [1,2], core: 2}; null: none, or dataset.json's",
-        learned="labels",
+        "learned:labels example:{whole:[1,2],core:2}",
         kind="map or null",
-        example="{whole:[1,2],core:2}",
     )
     regions_class_order: list[int] | None = option(
         None,
         "with regions: label that each is drawn as, later ones over earlier ones",
-        ">=1 <=65535",
-        learned="with labels",
+        ">=1 <=65535 learned:with_labels",
     )
     ignore: int | None = option(
-        None, "label that is not learned or scored; null: dataset.json's", ">=0 <=65535", learned="files"
+        None, "label that is not learned or scored; null: dataset.json's", ">=0 <=65535 learned:files"
     )
     nonfinite: str = option("error", "NaN and infinite voxels; zero: 0 takes their place", "-same error|zero")
     affine: str = option(
@@ -314,7 +311,7 @@ class Data:
         "sees >=1 <=2048 x3",
     )
     spacing: list[float] | None = option(
-        None, "resample to this (mm); null: as stored", "sees >=1e-7 <=10000000 x3", learned="files"
+        None, "resample to this (mm); null: as stored", "sees >=1e-7 <=10000000 x3 learned:files"
     )
     intensity: str = option(
         "auto", "auto: CT channels as ct, others zscore; data=folders: say ct", "-same", among=INTENSITIES
@@ -346,8 +343,7 @@ class Data:
     transforms: list[str] = option(
         [],
         "your own, package.module:name, applied to training patches after augmentation",
-        "-same -kept",
-        imports=("image", "label", "rng"),
+        "-same -kept imports:image,label,rng",
     )
     augment: Augment = field(default_factory=Augment, metadata=facts_of("-same"))
     phantom: Phantom = field(default_factory=Phantom)
@@ -371,8 +367,7 @@ class Loss:
     path: str | None = option(
         None,
         "your own function, package.module:name, called as name(logits, label, options)",
-        "-kept",
-        imports=("logits", "label", "options"),
+        "-kept imports:logits,label,options",
     )
     weights: list[float] | None = option(None, "one weight per class for the cross-entropy", ">=0")
     batch_dice: bool = option(True, "Dice over the batch as one volume; false: mean over its samples")
@@ -435,12 +430,12 @@ class Wandb:
     """Tracking. Offline by default: no account, no network."""
 
     mode: str = option("offline", "online needs an account", "offline|online|disabled")
-    project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first", letters=128)
-    entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY", letters=128)
-    name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME", letters=128)
-    group: str | None = option(None, "of runs; null: the sweep's folder, or WANDB_RUN_GROUP", letters=128)
-    job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE", letters=64)
-    tags: list[str] = option([], "of the run, for filters", letters=64)
+    project: str = option("unet3d", "project; unless set, WANDB_PROJECT comes first", "letters:128")
+    entity: str | None = option(None, "user or team; null: the account's, or WANDB_ENTITY", "letters:128")
+    name: str | None = option(None, "of the run; null: the run folder's, or WANDB_NAME", "letters:128")
+    group: str | None = option(None, "of runs; null: the sweep's folder, or WANDB_RUN_GROUP", "letters:128")
+    job_type: str | None = option(None, "of the run, for filters; null: none, or WANDB_JOB_TYPE", "letters:64")
+    tags: list[str] = option([], "of the run, for filters", "letters:64")
     notes: str | None = option(None, "a text with the run; null: none, or WANDB_NOTES")
     artifact: bool = option(False, "also record the best checkpoint, as an artifact")
     private: bool = option(True, "record nothing about this machine: host, program path, console, packages")
@@ -468,10 +463,7 @@ class Config:
         False, "weights and activations: channels of a voxel side by side, for tensor cores", "fixed kept switch speed"
     )
     ckpt: Any = option(
-        0,
-        "gradient (activation) checkpointing in at most this many segments; 0: off",
-        "kept",
-        kind="int",
+        0, "gradient (activation) checkpointing in at most this many segments; 0: off", "kept", kind="int"
     )
     recompute: str = option(
         "none",
@@ -515,8 +507,7 @@ class Config:
     loggers: list[str] = option(
         [],
         "your own, package.module:name, called with the config and the run folder",
-        "course",
-        imports=("config", "folder"),
+        "course imports:config,folder",
     )
     sweep: list[str] | None = option(
         None, "of an experiment: overrides with several values, one job each, as for -m", "ignored course"
