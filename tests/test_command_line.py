@@ -21,6 +21,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.process import SafeStream
 from unet3d.cli import commands, lifecycle
 from unet3d.config import compose, schema
+from unet3d.config.words import path_option
 
 LARGE = ["model=forum_large", "data.patch=[64,64,16]"]  # ten stages; the default network has eight
 composed = cache(lambda *words: compose.compose(words))
@@ -279,7 +280,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     (folder / "optim").mkdir(parents=True)
     (folder / "optim" / "mine.yaml").write_text("lr: 0.5\n")
-    words = [compose.search_path(str(folder)), "optim=mine", lifecycle.path_option("hydra.sweep.dir", folder)]
+    words = [compose.search_path(str(folder)), "optim=mine", path_option("hydra.sweep.dir", folder)]
     composed = compose.compose_tree(words)
     assert (composed.options.optim.lr, composed.sweep_folder) == (0.5, folder)
 

@@ -13,10 +13,11 @@ from test_folds import make
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Table
-from unet3d.report import fold_tables
+from unet3d.report import compare
+from unet3d.report.compare import latex, markdown
 from unet3d.report.compared_runs import ComparedRun
-from unet3d.report.fold_tables import latex, markdown, typeset
 from unet3d.report.held_out import Score
+from unet3d.report.report import render
 
 HEAD = "case,dice/left,dice/right,hd95_mm/left\n"
 FIRST = ("a,.5,.7,1\nb,.7,,2\n", "c,.8,.9,\n", "d,.1,.4,3\n")  # of folds 0, 1 and 2
@@ -37,7 +38,7 @@ def sweep(place: Path, scores: tuple[str, ...], *words: str, status: str = "done
 @pytest.fixture
 def methods(tmp_path: Path) -> list[ComparedRun]:
     sweeps = [sweep(tmp_path / "x", FIRST, "optim.lr=0.1"), sweep(tmp_path / "y", SECOND, "optim.lr=0.2")]
-    return fold_tables.read_methods(sweeps)
+    return compare.read_methods(sweeps)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -51,7 +52,7 @@ def test_two_sweeps_are_two_methods_named_by_what_differs(methods: list[Compared
 
 
 def test_the_table_has_mean_sd_and_the_worst_case_of_each_class(methods: list[ComparedRun]) -> None:
-    table = fold_tables.class_table(methods[0])
+    table = compare.class_table(methods[0])
     left, right, mean = table.rows
     values = [first for first, _ in LEFT.values()]
     assert left == ["left", "4", f"{fmean(values):.3f}±{stdev(values):.3f}", "2.00±1.00 (3)", "d (0.100)"]
@@ -59,16 +60,16 @@ def test_the_table_has_mean_sd_and_the_worst_case_of_each_class(methods: list[Co
     of_cases = [0.6, 0.7, 0.85, 0.25]
     of_classes = fmean([fmean(values), fmean([0.7, 0.9, 0.4])])
     assert mean[2] == f"{of_classes:.3f}±{stdev(of_cases):.3f}" and mean[-1] == "d (0.250)"
-    assert [row[:3] for row in fold_tables.worst_table(methods[0]).rows][:2] == [
+    assert [row[:3] for row in compare.worst_table(methods[0]).rows][:2] == [
         ["d", "2", "0.250"],
         ["a", "0", "0.600"],
     ]
 
 
 def test_all_is_written_for_papers_and_for_programs(methods: list[ComparedRun], tmp_path: Path) -> None:
-    tables = fold_tables.titled_tables(methods)
+    tables = compare.titled_tables(methods)
     out = tmp_path / "out"
-    assert fold_tables.write_tables(methods, tables, ["a fold is missing"], out) == out / "cross_validation.md"
+    assert compare.write_tables(methods, tables, ["a fold is missing"], out) == out / "cross_validation.md"
     (left,) = [
         row
         for row in rows_of(out / "cross_validation.csv")
@@ -91,7 +92,7 @@ def test_all_is_written_for_papers_and_for_programs(methods: list[ComparedRun], 
 )
 def test_the_paired_test_is_of_cases_that_both_have(methods: list[ComparedRun]) -> None:
     first, second = (method for method in methods)
-    tests = {(test["score"], test["class"]): test for test in fold_tables.paired_tests(first, second)}
+    tests = {(test["score"], test["class"]): test for test in compare.paired_tests(first, second)}
     left = tests["dice", "left"]
     assert (left["pairs"], left["that differ"]) == (4, 3)
     assert left["mean difference"] == pytest.approx(fmean(after - before for before, after in LEFT.values()))
@@ -110,8 +111,8 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
         sweep(tmp_path / str(n), ("".join(part[:20]), "".join(part[20:40]), "".join(part[40:])), f"seed={n}")
         for n, part in enumerate(lines)
     ]
-    first, second = (method for method in fold_tables.read_methods(sweeps))
-    test = next(test for test in fold_tables.paired_tests(first, second) if test["class"] == "left")
+    first, second = (method for method in compare.read_methods(sweeps))
+    test = next(test for test in compare.paired_tests(first, second) if test["class"] == "left")
     differences = [new - old for old, new in zip(before, after, strict=True) if new != old]
     sizes = sorted(abs(difference) for difference in differences)
 
@@ -126,18 +127,18 @@ def test_the_effect_of_many_pairs_is_that_of_ranks_counted_by_hand(tmp_path: Pat
 
 def test_equal_methods_have_no_p(tmp_path: Path) -> None:
     sweeps = [sweep(tmp_path / str(n), FIRST, f"seed={n}") for n in range(2)]
-    first, second = (method for method in fold_tables.read_methods(sweeps))
-    tests = fold_tables.paired_tests(first, second)
+    first, second = (method for method in compare.read_methods(sweeps))
+    tests = compare.paired_tests(first, second)
     assert tests and all((test["that differ"], test["p"], test["effect"]) == (0, None, None) for test in tests)
-    assert fold_tables.paired_table(tests).rows[0][-2:] == ["", ""]
+    assert compare.paired_table(tests).rows[0][-2:] == ["", ""]
 
 
 def test_a_fold_that_is_missing_or_not_finished_is_said(tmp_path: Path) -> None:
-    (method,) = fold_tables.read_methods([sweep(tmp_path / "x", FIRST[:2])])
-    (line,) = fold_tables.problems(method)
+    (method,) = compare.read_methods([sweep(tmp_path / "x", FIRST[:2])])
+    (line,) = compare.problems(method)
     assert "fold 2" in line and "no scores" in line
-    (method,) = fold_tables.read_methods([sweep(tmp_path / "y", FIRST, status="stopped by SIGTERM\nexit code 75\n")])
-    (line,) = fold_tables.problems(method)
+    (method,) = compare.read_methods([sweep(tmp_path / "y", FIRST, status="stopped by SIGTERM\nexit code 75\n")])
+    (line,) = compare.problems(method)
     assert "fold 2" in line and "not finished" in line
 
 
@@ -145,7 +146,7 @@ def test_a_fold_that_is_missing_or_not_finished_is_said(tmp_path: Path) -> None:
 def test_runs_that_are_no_cross_validation_are_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
     make(tmp_path / "0", *words, scores=FIRST[0])
     with pytest.raises(UserError, match=r"data\.fold.*experiment=five_folds"):
-        fold_tables.read_methods([tmp_path])
+        compare.read_methods([tmp_path])
 
 
 @promise("Training", "two sweeps of equal options in one table of folds", "refused with the two runs")
@@ -153,7 +154,7 @@ def test_two_sweeps_of_one_method_are_refused_also_beside_another(tmp_path: Path
     sweeps = [sweep(tmp_path / "x", FIRST, "seed=1"), sweep(tmp_path / "y", SECOND, "seed=1")]
     sweeps.append(sweep(tmp_path / "z", SECOND, "seed=2"))
     with pytest.raises(UserError, match=rf"^{tmp_path / 'x' / '0'} and {tmp_path / 'y' / '0'} are the same method\b"):
-        fold_tables.read_methods(sweeps)
+        compare.read_methods(sweeps)
 
 
 NASTY: list[Any] = ["a|b_c", r"\input{x}", "50% & $x^2$ #~", "<b>"]
@@ -161,7 +162,9 @@ NASTY: list[Any] = ["a|b_c", r"\input{x}", "50% & $x^2$ #~", "<b>"]
 
 def test_names_stay_text_in_markdown_and_latex() -> None:
     table = Table([*NASTY], [[*NASTY]])
-    pages = [typeset([("t_1", table)], [], ending) for ending in ("md", "tex")]
+    names = (("md", markdown), ("tex", latex))
+    titled = [("t_1", table)]
+    pages = [render(f"cross_validation.{ending}", titled=titled, notes=[], text=text) for ending, text in names]
     assert all(markdown(cell) in pages[0] and latex(cell) in pages[1] for cell in NASTY)
     (row, *_) = [line for line in pages[0].splitlines() if line.startswith("| a")]
     assert row.replace(r"\|", "").count("|") == 5 and r"\<b\>" in pages[0]

@@ -129,7 +129,7 @@ def test_slow_first_steps_do_not_flatten_the_others(draw: Drawn) -> None:
 def test_runs_are_overlaid_by_step_and_long_ones_in_a_thousand_points(draw: Drawn) -> None:
     long = [{"step": step, "train/loss": step / 9} for step in range(1, 5001)]
     found = plots.curve(long, "train/loss")
-    assert found is not None and len(found[0]) <= 1000 and found[0][-1] == 5000 and plots.curve(long, "a") is None
+    assert len(found[0]) <= 1000 and found[0][-1] == 5000 and not len(plots.curve(long, "a")[0])
     short = {"train/loss": plots.curve(training(1, 2), "train/loss")}
     dice = {"val/dice_mean": plots.curve([validation(3)], "val/dice_mean")}
     figure = draw(curves_plot, {f"{n}: model=a $": short | dice if n % 2 else short for n in range(20)})

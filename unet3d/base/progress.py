@@ -158,8 +158,7 @@ def parts(items: Sequence[Item], things: str = "", count: int = 0) -> Iterator[I
             continue
         part = ""
         if things:
-            things_in_item = math.ceil(count / len(items))
-            done = min(count, number * things_in_item)
+            done = min(count, number * math.ceil(count / len(items)))
             part = f"{done} of {count} {things}"
         _open[-1].within(number / len(items), part)
 

@@ -144,8 +144,8 @@ def all_reduce_sum(tensors: "Iterable[Tensor]") -> None:
                 dist.all_reduce(flat)
             # gloo's thread releases a tensor a moment after the collective has returned: until then the memory is
             # taken, and a measured peak would depend on the moment.
-            deadline = time.monotonic() + RELEASE
-            while flat.device.type == "cpu" and flat._use_count() > references and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            until = time.monotonic() + (RELEASE if flat.device.type == "cpu" else 0)
+            while time.monotonic() < until and flat._use_count() > references:  # type: ignore[attr-defined]
                 time.sleep(0)
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))

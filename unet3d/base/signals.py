@@ -6,7 +6,7 @@ raised is raised again by a further signal, and by `raise_again`, which every ph
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -29,10 +29,12 @@ class Stop:
     validation) it raises, and `signal_on_any_rank` tells the others after the case.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: bool = False) -> None:
+        """`interrupts`: the first SIGINT raises KeyboardInterrupt, too, and what asks again does so."""
         self.asked: signal.Signals | None = None
-        self._raises = ranks.SIZE == 1
-        self._interrupted = False
+        self._interrupts = interrupts
+        self._raises = interrupts or ranks.SIZE == 1
+        self._interrupted = interrupts
 
     def __call__(self) -> bool:
         return self.asked is not None
@@ -60,18 +62,18 @@ class Stop:
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """Keep the first signal, and raise."""
+        if self.asked is None:
+            self.asked = signal.Signals(number)
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-        if self.asked is None:
-            self.asked = signal.Signals(number)
         self.answer()
 
     def answer(self) -> None:
-        """Raise Preempted where a signal has asked to stop and may raise."""
+        """Raise Preempted, or KeyboardInterrupt, where a signal has asked to stop and may raise."""
         if self.asked and self._raises and not _is_under_way():
-            raise Preempted(f"stopped by {self.asked.name}")
+            raise KeyboardInterrupt if self._interrupts else Preempted(f"stopped by {self.asked.name}")
 
 
 def raise_again() -> None:
@@ -91,14 +93,16 @@ def _is_under_way() -> bool:
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], None], is_last: bool = False) -> Iterator[dict[int, Any]]:
+def handled(
+    handler: Callable[[int, FrameType | None], None], is_last: bool = False, signals: Iterable[int] = ASKING
+) -> Iterator[dict[int, Any]]:
     """Let `handler` get the signals that ask to stop; yields the previous handlers.
 
     A signal that was ignored, as under nohup, stays ignored. The previous handlers are restored on exit. With `is_last`
     and several ranks, signals are ignored from then on, so that torchrun's SIGTERM does not replace the exit code.
     """
     before: dict[int, Any] = {}
-    for asking in ASKING:
+    for asking in signals:
         if signal.getsignal(asking) != signal.SIG_IGN:
             before[asking] = signal.signal(asking, handler)
     try:
@@ -129,25 +133,12 @@ def stopping() -> Iterator[Stop]:
 @contextmanager
 def interrupted() -> Iterator[Stop]:
     """Yield a Stop that SIGINT alone reaches, each time raising KeyboardInterrupt; none where SIGINT has a handler."""
-    stop = Stop()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        stop.asked = signal.SIGINT
-        signal.default_int_handler(number, frame)
-
-    def answer() -> None:
-        if stop.asked and not _is_under_way():
-            raise KeyboardInterrupt
-
+    stop = Stop(interrupts=True)
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield stop
         return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        with _answering(answer):
-            yield stop
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with handled(stop.handle, signals=[signal.SIGINT]), _answering(stop.answer):
+        yield stop
 
 
 @contextmanager

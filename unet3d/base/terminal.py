@@ -21,8 +21,7 @@ GAP = 3  # characters between columns; one more at the edge
 
 def paper(width: int) -> Console:
     """Return a console for results; where stdout is a file, with `width` characters per line."""
-    is_terminal = Console().is_terminal
-    return Console(highlight=False, markup=False, emoji=False, width=None if is_terminal else width)
+    return Console(highlight=False, markup=False, emoji=False, width=None if Console().is_terminal else width)
 
 
 def narrow_tables(title: str, table: Table, width: int) -> Group:

@@ -23,8 +23,7 @@ def budget_bytes(text: str, option: str = "budget=") -> int:
         if re.match(r"\s*\d+,\d", text):
             advice = f"the decimal sign is a point: {option}{text.replace(',', '.')}"
         raise UserError(f"{option}{text}: {advice}")
-    power = 1 + "KMGT".index(match[2].upper())
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2].upper())))
 
 
 def host_bytes() -> int:

@@ -102,8 +102,7 @@ def publish(arguments: argparse.Namespace) -> None:
     from unet3d.run import publish
 
     publish.publish(arguments.checkpoints, arguments.out, arguments.model)
-    size = arguments.out.stat().st_size
-    print(f"{escaped(arguments.out)}: {size / 1e6:.1f} MB")
+    print(f"{escaped(arguments.out)}: {arguments.out.stat().st_size / 1e6:.1f} MB")
 
 
 def score(arguments: argparse.Namespace) -> None:
@@ -184,7 +183,10 @@ def folds(arguments: argparse.Namespace) -> None:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Segment every file. Return 2 if one could not be segmented."""
-    shard = _shard(arguments.shard)
+    parts = SHARD.fullmatch(arguments.shard)
+    if parts is None or int(parts[1]) >= int(parts[2]):
+        raise UserError(f"--shard {arguments.shard}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3")
+    shard = (int(parts[1]), int(parts[2]))
     is_file = _names_file(arguments.out)
     if is_file and shard != (0, 1):
         raise UserError(f"-o {arguments.out}: names one file, --shard a part of many; give a folder")
@@ -210,20 +212,16 @@ def predict(arguments: argparse.Namespace) -> int:
     for line in predicted_files.doubts_about(cases):
         warn(line)
     counts = Counter(failed=len(problems))
-    with progress.counting("predicting cases", len(cases)) as counter:
-        for case in cases:
-            missing = missing_of[case.id]
-            label_map = paths_of[case.id][0]
-            if label_map not in missing:
-                counts["skipped"] += 1
-                before = "this network wrote it from this image (--overwrite writes it again)"
-                print(f"{escaped(label_map)}: skipped, {before}")
-                for path in missing[:1]:
-                    print(f"{escaped(path)}: not written, since its label map was skipped (--overwrite)")
-            else:
-                is_written = _segment(segmenter, case, missing, origins)
-                counts["written" if is_written else "failed"] += 1
-            counter.advance()
+    for case in progress.track(cases, "predicting cases"):
+        missing = missing_of[case.id]
+        label_map = paths_of[case.id][0]
+        if label_map in missing:
+            counts["written" if _segment(segmenter, case, missing, origins) else "failed"] += 1
+            continue
+        counts["skipped"] += 1
+        print(f"{escaped(label_map)}: skipped, this network wrote it from this image (--overwrite writes it again)")
+        for path in missing[:1]:
+            print(f"{escaped(path)}: not written, since its label map was skipped (--overwrite)")
     _print_counts(counts, segmenter)
     return UserError.exit_code if counts["failed"] else 0
 
@@ -243,9 +241,7 @@ def _names_file(out: Path) -> bool:
 
 
 def _missing(
-    origins: "Origins",
-    cases: Sequence["Case"],
-    paths_of: Mapping[str, Sequence[Path]],
+    origins: "Origins", cases: Sequence["Case"], paths_of: Mapping[str, Sequence[Path]]
 ) -> dict[str, list[Path]]:
     """Return by case the files to write. Raises UserError where others than this network's are there."""
     missing = {}
@@ -320,14 +316,6 @@ def _print_counts(counts: Mapping[str, int], segmenter: "Segmenter") -> None:
         kept = ", ".join(segmenter.classes[number] for number in segmenter.largest)
         line += f"; only the largest component is kept of: {escaped(kept)}"
     print(line)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """Return `i/n` as two numbers. Raises UserError."""
-    parts = SHARD.fullmatch(text)
-    if parts is None or int(parts[1]) >= int(parts[2]):
-        raise UserError(f"--shard {text}: is no part; give i/n, part i of n, from 0 on: 0/3, 1/3 or 2/3")
-    return int(parts[1]), int(parts[2])
 
 
 def _number(kind: type[int] | type[float], text: str | None) -> Any:

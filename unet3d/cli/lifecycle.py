@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import re
 import signal
 import stat
 import subprocess
@@ -23,7 +22,7 @@ from unet3d.base.files import read_text, read_yaml, refuse_links_out, write_text
 from unet3d.base.signals import INTERRUPTED
 from unet3d.config import compose
 from unet3d.config.schema import Config, options_with
-from unet3d.config.words import plain
+from unet3d.config.words import path_option, plain
 from unet3d.run import run_folder
 
 LOCK = ".lock"
@@ -52,7 +51,7 @@ def run(job: TrainingJob, config: Config, folder: Path, overrides: list[str]) ->
                 refuse_used(folder, config.dry_run, is_locked)
             return _run_in(folder, job, config, overrides)
     except (UserError, OSError) as error:  # before the job began
-        line, code = _last_line(error, folder)
+        _, line, code = _ended(error, folder)
         return print_error(line, code), error
 
 
@@ -73,8 +72,7 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
             with signals.interrupted() if ends_at_once else signals.stopping() as stop:
                 job(config, folder, stop)
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
-            error = _not_an_exit(caught)
-            line, code = _last_line(error, folder)
+            error, line, code = _ended(caught, folder)
             if config.resume is not None and status(folder)[0] == before:
                 with suppress(OSError):  # the disk is full
                     save_overrides(folder, earlier)  # the run in the folder is as it was
@@ -102,30 +100,26 @@ def run_as_follower_rank(job: TrainingJob) -> int:
                     job(compose.from_plain(values), folder, stop)
             return 0
         except (Exception, KeyboardInterrupt, Preempted, SystemExit) as caught:
-            error = _not_an_exit(caught)
+            error, line, code = _ended(caught, folder)
             ranks.publish_failure(error)
-            line, code = _last_line(error, folder)
         print_error(f"rank {ranks.RANK}: {line}")
         ranks.end_if_stuck(code)
         return code
 
 
-def _not_an_exit(error: BaseException) -> BaseException:
-    """Return the error; for a SystemExit, which code of the user's own has raised, one that says so."""
-    if not isinstance(error, SystemExit):
-        return error
-    reason = errors.reason(error)
-    instead = RuntimeError(f"code of your own asked to exit the program ({reason}); it may only raise errors")
-    return instead.with_traceback(error.__traceback__)
+def _ended(error: BaseException, folder: Path) -> tuple[BaseException, str, int]:
+    """Return the error that ended a job, its last line, and the exit code; print a traceback of a surprise.
 
-
-def _last_line(error: BaseException, folder: Path) -> tuple[str, int]:
-    """Return the last line of a job that this error ended, and the exit code; print a traceback of a surprise."""
+    A SystemExit, which code of the user's own has raised, is an error that says so.
+    """
+    if isinstance(error, SystemExit):
+        problem = f"code of your own asked to exit the program ({errors.reason(error)}); it may only raise errors"
+        error = RuntimeError(problem).with_traceback(error.__traceback__)
     ending = foreseen(error, folder, how_to_go_on(folder))
     if ending is None:
         print_error("".join(traceback.format_exception(error)).rstrip())
-        return f"failed: {error!r}", 1
-    return ending
+        return error, f"failed: {error!r}", 1
+    return error, *ending
 
 
 def foreseen(error: BaseException, place: object, go_on: str = "") -> tuple[str, int] | None:
@@ -220,8 +214,7 @@ def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the files that a run can go on from."""
-    paths = [folder / "checkpoints" / name for name in compose.CHECKPOINTS]
-    return [path for path in paths if path.is_file()]
+    return [path for path in [folder / "checkpoints" / name for name in compose.CHECKPOINTS] if path.is_file()]
 
 
 def status(folder: Path) -> tuple[int, str]:
@@ -253,14 +246,6 @@ def earlier_overrides(folder: Path) -> list[str]:
         words = read_yaml(folder / OVERRIDES)
         return [str(word) for word in words] if isinstance(words, list) else []
     return []
-
-
-def path_option(name: str, path: Path) -> str:
-    """Return the override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
-    if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", str(path)):
-        return f"{name}={path}"
-    plain = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", str(path))  # OmegaConf would look for what ${name} stands for
-    return f"{name}={compose.quoted(plain)}"
 
 
 def run_process(command: list[str], log: IO[str] | None = None) -> tuple[int, bool]:

@@ -82,8 +82,7 @@ def command_parser() -> argparse.ArgumentParser:
         subparser.set_defaults(run=run)
         return subparser
 
-    about = "print every option as Markdown: docs/options.md"
-    command("options", commands.print_options, about)
+    command("options", commands.print_options, "print every option as Markdown: docs/options.md")
     plan = command("plan", plan_command.run, "from a data set, budget=11GiB and time=8h to a plan that train.py keeps")
     plan_command.add_arguments(plan)
     _add_out(plan, "the file to write; default: plan.yaml")
@@ -92,8 +91,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_predict_arguments(command("predict", commands.predict, "segment NIfTI files with a run's checkpoint"))
     publish = command("publish", commands.publish, "write the network alone, without any path, to share it")
     _add_out(publish, "the file to write", is_required=True)
-    several = "RUN/checkpoints/best.pt; several predict as one"
-    publish.add_argument("checkpoints", type=Path, nargs="+", help=several)
+    publish.add_argument("checkpoints", type=Path, nargs="+", help="RUN/checkpoints/best.pt; several predict as one")
     _add_network(publish)
     score = command("score", commands.score, "score a checkpoint on the cases that a config holds out")
     _add_out(score, "folder for scores.csv", is_required=True)

@@ -22,11 +22,11 @@ from unet3d.base.errors import UserError, escaped, warn
 from unet3d.base.files import write_text
 from unet3d.base.progress import track
 from unet3d.base.types import MIB, Table, budget_bytes, host_bytes, mib, sizes_text
-from unet3d.cli import lifecycle
 from unet3d.cli.commands import config_with_warnings
 from unet3d.cli.memory import network_keywords, refuse_for_module
 from unet3d.config import compose, rules
 from unet3d.config.schema import FACTS, Config, Model, options_with
+from unet3d.config.words import path_option
 from unet3d.model import geometry
 from unet3d.model.geometry import Triple
 
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         warn(line)
     words = zip(overrides, compose.parsed(overrides), strict=True)
     of_data = [text for text, word in words if word.key_or_group in options_with("read")]  # no plan keeps them
-    train = shlex.join(["python", "train.py", lifecycle.path_option("plan", out), *of_data])
+    train = shlex.join(["python", "train.py", path_option("plan", out), *of_data])
     print(f"written: {escaped(out)}; train it: {escaped(train)}")
     return 0
 

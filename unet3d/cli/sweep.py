@@ -15,7 +15,6 @@ from typing import IO
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -27,7 +26,7 @@ from unet3d.cli import lifecycle
 from unet3d.config import compose
 from unet3d.config.compose import Composed
 from unet3d.config.schema import Config
-from unet3d.config.words import in_one_line
+from unet3d.config.words import in_one_line, path_option
 
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"
@@ -78,7 +77,7 @@ def _compose_each(words: Sequence[str]) -> list[Composed]:
     """Compose the overrides of each job; all name the folder of the first, which may depend on the time."""
     composed: list[Composed] = []
     for job in compose.sweep(words):
-        named = [lifecycle.path_option(FOLDER, composed[0].sweep_folder)] if composed else []
+        named = [path_option(FOLDER, composed[0].sweep_folder)] if composed else []
         composed.append(compose.compose_tree([*job, *named]))
     return composed
 
@@ -106,8 +105,7 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
     try:
         for job, written in zip(jobs, before, strict=True):
             codes.append(_exit_code(job, written))
-        configs = {job.folder: job.config for job in jobs}
-        compare.finish_sweep(configs, jobs[0].composed.sweep_folder)
+        compare.finish_sweep(({job.folder: job.config for job in jobs}), jobs[0].composed.sweep_folder)
     except OSError as error:
         line = f"error: {jobs[0].composed.sweep_folder}: the comparison is not saved ({error.strerror})"
         codes.append(lifecycle.print_error(line, UserError.exit_code))
@@ -124,7 +122,7 @@ def launch(jobs: Sequence[Job], command_line: Sequence[str], task: Callable[[Dic
     with open_dict(tree):
         tree.hydra.mode = RunMode.MULTIRUN
         # Without it the name would be of the time in each process.
-        tree.hydra.overrides.hydra.append(lifecycle.path_option(FOLDER, first.sweep_folder))
+        tree.hydra.overrides.hydra.append(path_option(FOLDER, first.sweep_folder))
         tree.hydra.overrides.task = [word for word in command_line if not word.startswith("hydra")]
     first.sweep_folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(tree, first.sweep_folder / "multirun.yaml")
@@ -139,16 +137,6 @@ def launch(jobs: Sequence[Job], command_line: Sequence[str], task: Callable[[Dic
             for end in launcher.launch(overrides[number : number + size], initial_job_idx=number):
                 _ = end.return_value  # raises the error of a job
         callbacks.on_multirun_end(config=tree, config_name=compose.CONFIG_NAME)
-
-
-def config_of_job(tree: DictConfig) -> Config:
-    """Return the checked config of the job whose task runs now, with its plan's options. Raises UserError."""
-    whole = tree.copy()
-    with open_dict(whole):
-        whole.hydra = HydraConfig.get()
-    composed = Composed(list(HydraConfig.get().overrides.task), whole)
-    compose.apply_plan(composed)
-    return compose.load(composed.options)
 
 
 def _stop(number: int, launcher: str) -> None:
@@ -181,7 +169,7 @@ def _children(process: int) -> list[int]:
 def _interrupted(jobs: Sequence[Job]) -> int:
     """Print how to go on with a sweep that was stopped. Return its exit code."""
     folder = jobs[0].composed.sweep_folder
-    remedy = f"to go on: the same command with {GOES_ON} {lifecycle.path_option(FOLDER, folder)}"
+    remedy = f"to go on: the same command with {GOES_ON} {path_option(FOLDER, folder)}"
     if jobs[0].composed.choice("hydra/launcher") in QUEUES:
         remedy = "its jobs go on"
     command = f"python -m unet3d compare {shlex.quote(str(folder))}"
@@ -247,8 +235,7 @@ def run_job(folder: Path, overrides: list[str], searchpath_overrides: list[str])
     `searchpath_overrides` add the folders of YAML files that `overrides` may name.
     """
     before, _ = lifecycle.status(folder)
-    run_folder = lifecycle.path_option("hydra.run.dir", folder.resolve())
-    words = [*overrides, *searchpath_overrides, GOES_ON, run_folder]
+    words = [*overrides, *searchpath_overrides, GOES_ON, path_option("hydra.run.dir", folder.resolve())]
     with log_of(folder) as log:
         code, is_asked = lifecycle.run_process([sys.executable, "-m", "unet3d.cli.train", *words], log)
     if is_asked:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the only place that knows which flags take a value
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from unet3d.base import process, ranks
 from unet3d.base.errors import UserError, escaped, is_disk_full, make_room, warn
@@ -27,9 +27,6 @@ from unet3d.config import compose
 from unet3d.config.compose import Composed
 from unet3d.config.schema import Config
 from unet3d.config.words import as_written, not_a_flag
-
-if TYPE_CHECKING:
-    from unet3d.run.record import RunRecord
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # options that would else mean the current folder
 FIRST_FILES = 2**16  # bytes, generously, of those that a run writes before it trains
@@ -193,22 +190,21 @@ class TrainedRun:
     @property
     def dice(self) -> float | None:
         """Mean Dice of the last validation, on the files' own grids; None without one."""
-        return self._files().dice_mean
+        from unet3d.run.record import read_run
+
+        return read_run(self.folder).dice_mean
 
     @property
     def memory(self) -> Mapping[str, Any]:
         """memory.json: "predicted" and "measured", each with "peak_bytes", "phases", "layers" and more, in bytes."""
-        return self._files().memory
+        from unet3d.run.record import read_run
+
+        return read_run(self.folder).memory
 
     @property
     def checkpoint(self) -> Path:
         """The weights with the best mean Dice."""
         return self.folder / "checkpoints" / "best.pt"
-
-    def _files(self) -> "RunRecord":
-        from unet3d.run.record import read_run
-
-        return read_run(self.folder)
 
 
 def train(overrides: Sequence[str] = ()) -> TrainedRun:
@@ -263,7 +259,12 @@ def job_of_sweep(tree: DictConfig) -> None:
     searched = [word for word in asked.overrides.hydra if word.startswith(compose.SEARCH_PATH)]
     print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
     if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
-        config = sweep.config_of_job(tree)
+        whole = tree.copy()
+        with open_dict(whole):
+            whole.hydra = asked
+        composed = Composed(overrides, whole)
+        compose.apply_plan(composed)
+        config = compose.load(composed.options)
         with sweep.log_of(folder) as log, redirect_stdout(log or sys.stdout):
             lifecycle.run(job, config, folder, [*searched, *overrides])
     else:

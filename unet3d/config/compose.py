@@ -29,16 +29,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.files import read_yaml_as_written, refuse_links_out
 from unet3d.config.rules import check
 from unet3d.config.schema import FACTS, KINDS, Config, flat, options_with
-from unet3d.config.words import (
-    as_written,
-    files_of,
-    in_one_line,
-    nearest,
-    plain,
-    point_for_comma,
-    quoted,
-    refuse_misread,
-)
+from unet3d.config.words import as_written, files_of, in_one_line, nearest, plain, quoted, refuse_misread, with_point
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
@@ -142,10 +133,7 @@ class Composed:
 def hydra_initialized() -> AbstractContextManager[None]:
     """Within, Hydra composes from the package's YAML files, and from no folder that another program has set."""
     GlobalHydra.instance().clear()
-    initialized: AbstractContextManager[None] = hydra.initialize_config_dir(
-        str(config_folder()), job_name="train", version_base=VERSION_BASE
-    )
-    return initialized
+    return hydra.initialize_config_dir(str(config_folder()), job_name="train", version_base=VERSION_BASE)
 
 
 def compose_tree(overrides: Sequence[str]) -> Composed:
@@ -332,7 +320,7 @@ def _each_value(override: Override) -> list[str]:
         is_float = KINDS.get(name, "").startswith("float")
         part = r"'?[\d.]+'?" if name == "budget" else r"0\d+" if is_float else r"(?!)"  # of a number with a comma
         if any(re.fullmatch(part, value) for value in names):
-            meant = point_for_comma(name, text) or f"{name}={'1.5GiB' if name == 'budget' else '0.01'}"
+            meant = with_point(name, text) or f"{name}={'1.5GiB' if name == 'budget' else '0.01'}"
             raise UserError(f"{word}: a comma separates values; the decimal sign is a point: {meant}")
     return [f"{override.get_key_element()}={name}" for name in names]
 

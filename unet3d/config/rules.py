@@ -79,8 +79,7 @@ def warnings(config: Config) -> list[str]:
     for name, reason, is_idle in _idle(counted):
         if name in given and is_idle:
             lines[name] = f"{name}={given[name]} does nothing {reason}"
-    of_any_network = options_with("any_network")
-    of_the_unet = [name for name in given if name.startswith("model.") and name not in of_any_network]
+    of_the_unet = [name for name in given if name.startswith("model.") and name not in options_with("any_network")]
     if config.model.path and of_the_unet:
         names = ", ".join(of_the_unet)
         lines["model"] = f"{names}: does nothing beside model.path, which is called with channels and classes"

@@ -29,11 +29,8 @@ def _known_layouts(folder: Path) -> dict[str, dict[str, Any]]:
     known = {}
     for path in sorted(folder.glob("*.py")):
         for name, facts in _decorated(path, "layout").items():
-            known[name] = {"module": path.stem, **facts}
-    ordered = sorted(
-        known, key=lambda name: ("generated" not in known[name], not known[name].get("names_classes", True))
-    )
-    return {name: known[name] for name in ordered}
+            known[name] = {"module": path.stem, "names_classes": True, **facts}
+    return dict(sorted(known.items(), key=lambda item: ("generated" not in item[1], not item[1]["names_classes"])))
 
 
 PACKAGE = Path(__file__).parents[1]

@@ -79,8 +79,7 @@ def describe(error: Exception) -> str:
     several = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", str(first))
     if several:
         return _describe_several(re.sub(r"'([^',\s]*)'", r"\1", several[1]))
-    lines = str(first).splitlines()[:2]
-    text = " ".join(line.strip() for line in lines)
+    text = " ".join(line.strip() for line in str(first).splitlines()[:2])
     if isinstance(first, OverrideParseException):
         return _describe_word(first.override, text)
     if text.startswith("Unsupported "):  # what YAML reads as a number
@@ -92,9 +91,9 @@ def _describe_several(word: str) -> str:
     """Say how to write an option with commas, which is several values, as one."""
     name, _, value = word.partition("=")
     kind = KINDS.get(name, "")
-    with_point = point_for_comma(name, value)
-    if with_point:
-        one = f"the decimal sign is a point: {with_point}"
+    meant = with_point(name, value)
+    if meant:
+        one = f"the decimal sign is a point: {meant}"
     elif kind.startswith("list") or name in options_with("kind"):
         one = f"a list has brackets: {shlex.quote(f'{name}=[{value}]')}"
     elif kind.startswith("str") and name not in options_with("among"):
@@ -104,7 +103,7 @@ def _describe_several(word: str) -> str:
     return f"{word}: is several values; {one}; for a job each add -m to train.py"
 
 
-def point_for_comma(name: str, value: str) -> str:
+def with_point(name: str, value: str) -> str:
     """Return the option with a decimal point, where its value seems to be one number with a comma; else ""."""
     is_amount = name == "budget" and re.fullmatch(r"\d+,\d+\s*[a-zA-Z]*", value)
     is_number = KINDS.get(name, "").startswith("float") and re.fullmatch(r"[-+]?\d+,\d+(e[-+]?\d+)?", value)
@@ -184,6 +183,14 @@ def quoted(text: str) -> str:
     """Return the text as a value of Hydra's command line, which without quotes accepts few characters."""
     escaped = re.sub(r"(\\*)'", r"\1\1\'", text)  # a backslash is doubled only before a quote, and at the end
     return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+
+
+def path_option(name: str, path: Path) -> str:
+    """Return the override `name=path` as Hydra's command line takes it, which without quotes accepts few characters."""
+    if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", str(path)):
+        return f"{name}={path}"
+    escaped = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", str(path))  # OmegaConf would look for what ${name} stands for
+    return f"{name}={quoted(escaped)}"
 
 
 def plain(value: Any) -> str:
@@ -325,8 +332,7 @@ class OptionFile(NamedTuple):
 
 def files_of(group: str, name: str, folders: Sequence[Path]) -> Iterator[OptionFile]:
     """Yield the file of this name in a config group, and those that its `defaults` name. Raises UserError."""
-    paths = (folder / group / f"{name}.yaml" for folder in folders)
-    path = next(filter(Path.is_file, paths), None)
+    path = next(filter(Path.is_file, (folder / group / f"{name}.yaml" for folder in folders)), None)
     if path is None:  # `_self_`, or what Hydra has found elsewhere
         return
     with in_one_line():

@@ -81,31 +81,14 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """Read run folders; each is named by its folder, or, if two share a name, by its path below the common folder."""
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):
-        top = os.path.commonpath(folders)
-        names = [os.path.relpath(folder, top) for folder in folders]
+        names = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
     return [compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
 
 
 def compared(name: str, run: RunRecord) -> ComparedRun:
     """Return a run as a row of a comparison."""
-    curves = {key: curve(run.records, key) for key in OVERLAID}
-    return ComparedRun(
-        name=name,
-        settings=_settings(run),
-        is_whole=bool(run.settings),
-        environment=run.environment,
-        numbers=_numbers(run),
-        curves={key: points for key, points in curves.items() if points is not None},
-        named=frozenset(word.partition("=")[0].lstrip("+~") for word in run.overrides or []),
-        scores=run.scores,
-        folder=run.path,
-    )
-
-
-def _settings(run: RunRecord) -> dict[str, str]:
-    """Return the names chosen in config groups, and the config; of a run without one, its command line."""
     groups = {path.name for path in compose.config_folder().iterdir() if path.is_dir()}
-    settings = {}
+    settings = {}  # names chosen in config groups, and the config; of a run without one, its command line
     for word in run.overrides or []:
         key, _, value = word.lstrip("+").partition("=")
         if key in groups or not run.settings:
@@ -114,7 +97,18 @@ def _settings(run: RunRecord) -> dict[str, str]:
     for key in {"data.root", "data.split", "data.groups"} & settings.keys():
         settings[key] = Path(settings[key]).name  # the same data may be in another folder
     settings.pop("resume", None)
-    return settings
+    curves = {key: curve(run.records, key) for key in OVERLAID}
+    return ComparedRun(
+        name=name,
+        settings=settings,
+        is_whole=bool(run.settings),
+        environment=run.environment,
+        numbers=_numbers(run),
+        curves={key: points for key, points in curves.items() if len(points[0])},
+        named=frozenset(word.partition("=")[0].lstrip("+~") for word in run.overrides or []),
+        scores=run.scores,
+        folder=run.path,
+    )
 
 
 def _numbers(run: RunRecord) -> dict[str, Any]:
@@ -199,8 +193,7 @@ def _follows(key: str, group: str, rows: Sequence[ComparedRun]) -> bool:
 def method_columns(rows: Sequence[ComparedRun]) -> list[str]:
     """Return the settings that differ without those of no method, where the others tell as many runs apart."""
     keys = setting_columns(rows)
-    untold = options_with("untold")
-    kept = [key for key in keys if untold.get(key) in (None, "speed")]
+    kept = [key for key in keys if options_with("untold").get(key) in (None, "speed")]
     all_kinds, kinds = ({tuple(row.settings.get(key) for key in of) for row in rows} for of in (keys, kept))
     return kept if len(kinds) == len(all_kinds) else keys
 
@@ -252,13 +245,19 @@ def sides(rows: Sequence[ComparedRun], values: Sequence[Any]) -> str:
 
 
 def methods(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
-    """Return one row per method, in order: runs that differ in their fold alone are one; others stay as they are."""
+    """Return one row per method, in order: runs that differ in their fold alone are one; others stay as they are.
+
+    Of several runs that are one each holds out another fold, and each case is held out once.
+    """
     groups: dict[frozenset[tuple[str, str]], list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(_method(run, runs), []).append(run)
     rows: dict[str, ComparedRun] = {run.name: run for run in runs}
     for same in groups.values():
-        if _are_folds(same):
+        held_out = [run.settings.get(FOLD, "") for run in same]
+        cases = [case.get("case") for run in same for case in run.scores]
+        is_once = len({*held_out}) == len(same) and len({*cases}) == len(cases)
+        if len(same) > 1 and is_once and all(fold.isdecimal() for fold in held_out):
             first, *others = same
             rows[first.name] = _merged(same)
             for run in others:
@@ -274,14 +273,6 @@ def repeats(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
         if fold.isdecimal():
             folds.setdefault((_method(run, runs), fold), []).append(run)
     return next((same for same in folds.values() if len(same) > 1), [])
-
-
-def _are_folds(runs: Sequence[ComparedRun]) -> bool:
-    """Return whether several runs each hold out another fold, and each case is held out once."""
-    held_out = [run.settings.get(FOLD, "") for run in runs]
-    cases = [case.get("case") for run in runs for case in run.scores]
-    is_once = len(set(held_out)) == len(runs) and len(set(cases)) == len(cases)
-    return len(runs) > 1 and is_once and all(fold.isdecimal() for fold in held_out)
 
 
 def _method(run: ComparedRun, runs: Sequence[ComparedRun]) -> frozenset[tuple[str, str]]:
@@ -310,12 +301,11 @@ def _merged(runs: Sequence[ComparedRun]) -> ComparedRun:
     """Return the runs of one method as one row."""
     runs = sorted(runs, key=lambda run: int(run.settings[FOLD]))
     first = next((run for run in runs if run.is_whole), runs[0])
-    environments = [set(run.environment.items()) for run in runs]
     row = replace(
         first,
         name=",".join(run.name for run in runs),
         settings={**_shared(first), FOLD: ",".join(run.settings[FOLD] for run in runs)},
-        environment=dict(set.intersection(*environments)),
+        environment=dict(set.intersection(*(set(run.environment.items()) for run in runs))),
         curves={},
         named=frozenset().union(*(run.named for run in runs)),
         scores=[case for run in runs for case in run.scores],
@@ -355,10 +345,8 @@ def _numbers_of_folds(row: ComparedRun) -> dict[str, Any]:
         for name, score in scores(row, metric).items():
             if name == MEAN:
                 continue
-            numbers[f"{metric}/{name}"] = score.mean
-            numbers[f"{metric}_sd/{name}"] = score.sd
-            numbers[f"{metric}_pooled/{name}"] = score.pooled
-            numbers[f"{metric}_pooled_sd/{name}"] = score.pooled_sd
+            statistics = zip(("", "_sd", "_pooled", "_pooled_sd"), score[2:], strict=True)
+            numbers |= {f"{metric}{what}/{name}": value for what, value in statistics}
             if metric == "hd95_mm":  # a case that misses a class has none
                 numbers[f"{metric}_cases/{name}"] = len(score.cases)
     return numbers

@@ -64,12 +64,12 @@ class CaseDice(NamedTuple):
     name: str
     mean: float | None
     classes: Mapping[str, float]
-    note: str = ""  # why a Dice is 0
+    row: CaseRow
 
     @property
     def title(self) -> str:
-        """Its name, and the note in brackets, if there is one."""
-        return f"{self.name} ({self.note})" if self.note else self.name
+        """Its name, and in brackets why a Dice is 0, if one is."""
+        return f"{self.name} ({self.row[NOTE_KEY]})" if self.row.get(NOTE_KEY) else self.name
 
 
 class Score(NamedTuple):
@@ -95,7 +95,7 @@ def ranked(rows: Iterable[CaseRow]) -> list[CaseDice]:
     cases = []
     for row in rows:
         dice = by_class(row, "dice")
-        cases.append(CaseDice(row.get("case", ""), mean_of(dice.values()), dice, row.get(NOTE_KEY) or ""))
+        cases.append(CaseDice(row.get("case", ""), mean_of(dice.values()), dice, row))
     return sorted(cases, key=lambda case: (case.mean is None, case.mean, case.name))
 
 
@@ -128,10 +128,9 @@ def case_table(rows: Sequence[CaseRow]) -> Table:
     """
     columns = [key.partition("/") for key in (rows[0] if rows else ())]
     keys = [key for metric in METRICS for key in columns if key[0] == metric][:MOST_COLUMNS]
-    rows_of = {row.get("case", ""): row for row in rows}
     cells = []
     for case in ranked(rows)[: MOST_CELLS // max(1, len(keys))]:
-        scores = [shown(key[0], rows_of[case.name].get("".join(key))) for key in keys]
+        scores = [shown(key[0], case.row.get("".join(key))) for key in keys]
         cells.append([case.title, shown("dice", case.mean), *scores])
     heads = [f"{METRICS[metric][0]} {name}" for metric, _, name in keys]
     return Table(["case", "Dice, mean of classes", *heads], cells)
@@ -237,8 +236,7 @@ def segmentation(
         where = centre(found[0] if found[0].any() else found[1])
     heads = ["image", *(["learned"] if "learned" in layers else []), OUTLINES, "errors"]
     sizes = np.multiply(image.shape, spacing)  # mm
-    scale = MAP_WIDTH / max(sizes[:2])
-    heights = [min(max(scale * sizes[up], LEAST_HEIGHT), MOST_HEIGHT) for _, up in AXES]
+    heights = [min(max(MAP_WIDTH / max(sizes[:2]) * sizes[up], LEAST_HEIGHT), MOST_HEIGHT) for _, up in AXES]
     handles = _legend(layers, class_names)
     lines = wrap(title, TITLE_LETTERS)
     below = 0.22 * (ceil(len(handles) / len(heads)) + len(lines))

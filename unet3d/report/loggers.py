@@ -157,25 +157,23 @@ class JsonLines:
         if self._file.read() not in (b"", b"\n"):  # a run that was cut short within a record
             self._file.write(b"\n")
         self._waiting = b""
-        self._is_full = False
 
     def scalars(self, values: Mapping[str, Scalar], step: int) -> None:
         record = {"step": step} | {key: _jsonable(value) for key, value in values.items()}
+        was_full = bool(self._waiting)
         self._waiting += json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             self._write()
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            if not self._is_full:
+            if not was_full:
                 warn(f"{self._file.name}: {error.strerror}; its records wait in memory until there is room")
-            self._is_full = True
 
     def _write(self) -> None:
         while self._waiting:
             written = self._file.write(self._waiting)  # a disk with little room takes a part
             self._waiting = self._waiting[written:]
-        self._is_full = False
 
     def close(self, exit_code: int) -> None:
         try:

@@ -128,8 +128,17 @@ def peak_curves(panels: Sequence[tuple[str, Series]], path: Path) -> None:
 
 
 def layer_plot(entry: Entry, path: Path) -> None:
-    """Draw bytes by category at the peak of `LedgerMeter.summary()`, by layer; layers without level are one bar."""
-    rows = _layer_rows(entry)
+    """Draw bytes by category at the peak of `LedgerMeter.summary()`, by layer; layers without level are one bar.
+
+    Of a network without levels each layer is one.
+    """
+    rows = [row for row in entry["layers"] if row["level"] is not None]
+    others = [row for row in entry["layers"] if row["level"] is None]
+    if {row["module"] for row in rows} <= {"data", "loss"}:  # a user's own network, which has no levels
+        rows = folded(entry, MOST_BARS)["layers"]
+    elif others:
+        sums = {key: sum(row[key] for row in others) for key in ("bytes", *KINDS)}
+        rows.append({"module": "other", "level": None, **sums})
     count = len(rows)
     width = max(WIDTH, 0.26 * count + 1)
     figure = blank(width, 5)
@@ -140,24 +149,10 @@ def layer_plot(entry: Entry, path: Path) -> None:
     axes.set(xlim=(-0.5, count - 0.5), ylim=(0, 1.25 * max(row["bytes"] for row in rows) / MIB))
     axes.set(xlabel="layer, in the order of the network", ylabel="memory (MiB)")
     names = {None: "", 0: "level 0\n(full resolution)"}
-    levels = [names.get(row["level"], plain(f"level {row['level']}")) for row in rows]
-    _bands(axes, levels, -0.5, width)
+    _bands(axes, [names.get(row["level"], plain(f"level {row['level']}")) for row in rows], -0.5, width)
     peak = f"{mib(entry['peak_bytes'])} MiB"
     axes.set_title(plain(f"Memory by layer at the peak of {peak} ({entry['moment']['words']})"))
     _finish(figure, path)
-
-
-def _layer_rows(entry: Entry) -> list[Mapping[str, Any]]:
-    """Return the layers of the U, and the sum of the others; of a network without levels, all layers."""
-    rows = [row for row in entry["layers"] if row["level"] is not None]
-    if {row["module"] for row in rows} <= {"data", "loss"}:  # a user's own network, which has no levels
-        layers: list[Mapping[str, Any]] = folded(entry, MOST_BARS)["layers"]
-        return layers
-    others = [row for row in entry["layers"] if row["level"] is None]
-    if others:
-        sums = {key: sum(row[key] for row in others) for key in ("bytes", *KINDS)}
-        rows.append({"module": "other", "level": None, **sums})
-    return rows
 
 
 def _stack(sizes: "ArrayLike") -> Iterator[Part]:
@@ -171,8 +166,7 @@ def _stack(sizes: "ArrayLike") -> Iterator[Part]:
 
 def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> None:
     """Shade stretches of equal keys, one unit of x per key, and name the wide ones; `width` in inches: the figure's."""
-    axes_width = width - 1  # inches; the rest is left of the axes
-    letters_per_key = axes_width / (LETTER * 8 / 9) / len(keys)
+    letters_per_key = (width - 1) / (LETTER * 8 / 9) / len(keys)  # an inch is left of the axes
     for index, (key, same) in enumerate(groupby(keys)):
         end = start + len(list(same))
         room = int((end - start) * letters_per_key)
@@ -181,9 +175,8 @@ def _bands(axes: "Axes", keys: Sequence[str], start: float, width: float) -> Non
         for part in key.splitlines():
             lines += wrap(part, max(room, 1), break_long_words=False)
         if lines and max(map(len, lines)) <= room:
-            where = ((start + end) / 2, 0.985)
-            across = axes.get_xaxis_transform()
-            axes.text(*where, "\n".join(lines), transform=across, ha="center", va="top", fontsize=8)
+            style: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8}
+            axes.text((start + end) / 2, 0.985, "\n".join(lines), transform=axes.get_xaxis_transform(), **style)
         start = end
 
 

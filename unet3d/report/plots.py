@@ -110,8 +110,7 @@ def name_classes(axes: "Axes", names: Sequence[str]) -> None:
 
 def legended(width: float, height: float, labels: Sequence[str]) -> "Figure":
     """Return an empty figure for panels of these inches, with room for a legend of these labels to their right."""
-    longest = max(map(len, labels))
-    return blank(width + LETTER * longest + 0.6, max(height, LINE * len(labels) + 1.4))
+    return blank(width + LETTER * max(map(len, labels)) + 0.6, max(height, LINE * len(labels) + 1.4))
 
 
 def finish(figure: "Figure", path: Path, legend: Literal["right", "below"]) -> None:
@@ -134,8 +133,7 @@ def colours(count: int) -> list[Any]:
         return list(OKABE_ITO[:count])
     from matplotlib import colormaps
 
-    viridis = colormaps["viridis"]
-    return [viridis(share) for share in np.linspace(0, 0.95, count)]
+    return list(map(colormaps["viridis"], np.linspace(0, 0.95, count)))
 
 
 def plain(text: str) -> str:
@@ -145,8 +143,9 @@ def plain(text: str) -> str:
 
 def short_name(name: str) -> str:
     """Return a class's name for a legend."""
-    is_long = len(name) > NAME_LETTERS
-    return plain(shorten(name.replace("_", " "), NAME_LETTERS, placeholder="...") if is_long else name)
+    if len(name) > NAME_LETTERS:
+        name = shorten(name.replace("_", " "), NAME_LETTERS, placeholder="...")
+    return plain(name)
 
 
 def short_label(label: str) -> str:
@@ -207,15 +206,13 @@ def running_mean(values: Array) -> tuple[Array, int]:
     return np.convolve(values, np.ones(window) / window, "valid"), window
 
 
-def curve(records: Sequence[Values], key: str) -> Curve | None:
-    """Return a number's steps and values, of many their running means, at most a thousand; None without any."""
+def curve(records: Sequence[Values], key: str) -> Curve:
+    """Return a number's steps and values, of many their running means, at most a thousand."""
     steps, values = series(records, key)
-    if not len(steps):
-        return None
     if len(steps) >= MANY_RECORDS:
         values, window = running_mean(values)
         steps = steps[window - 1 :]
-    every = ceil(len(steps) / MOST_POINTS)
+    every = ceil(len(steps) / MOST_POINTS) or 1
     return steps[::-1][::every][::-1], values[::-1][::every][::-1]
 
 
@@ -276,8 +273,7 @@ def _draw_dice(axes: "Axes", dice: Mapping[str, Curve], columns: int, best: int 
     classes = [name for name in dice if name != "val/dice_mean"]
     marker = marker_of(max((steps for steps, _ in dice.values()), key=len))
     for colour, name in zip(colours(len(classes)), classes, strict=True):
-        label = short_name(name.removeprefix("val/dice/"))
-        axes.plot(*dice[name], color=colour, marker=marker, ms=4, label=label)
+        axes.plot(*dice[name], color=colour, marker=marker, ms=4, label=short_name(name.removeprefix("val/dice/")))
     if len(classes) != 1 and "val/dice_mean" in dice:
         axes.plot(*dice["val/dice_mean"], "--", color="black", marker=marker, ms=3, label="mean of classes")
     if best is not None:
@@ -300,8 +296,7 @@ def curves_plot(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
     keys = [key for key in OVERLAID if any(key in curves for curves in runs.values())]
     labels = [short_label(label) for label in runs]
     figure = legended(4.2 * len(keys), 3.8, labels)
-    grid = figure.subplots(1, len(keys), squeeze=False)[0]
-    for key, axes in zip(keys, grid, strict=True):
+    for key, axes in zip(keys, figure.subplots(1, len(keys), squeeze=False)[0], strict=True):
         axes.set_title(OVERLAID[key])
         for curves, label, (style, colour) in zip(runs.values(), labels, cycle(LINES), strict=False):
             if key in curves:

@@ -6,8 +6,8 @@ templates/methods.txt; `UNTOLD` in config/schema.py says why the others are not 
 """
 
 import base64
-import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,8 +18,8 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.files import from_here, write_csv, write_text
 from unet3d.base.terminal import NARROW, paper, terminal_table
 from unet3d.base.types import Table, mib
-from unet3d.config import compose
-from unet3d.config.schema import LOSSES, options_with
+from unet3d.config import compose, schema
+from unet3d.config.words import path_option
 from unet3d.memory import tables
 from unet3d.report import held_out, memory_plots, plots
 from unet3d.report.held_out import shown
@@ -61,8 +61,9 @@ def read_picture(path: Path, about: str) -> Picture | None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page or a paragraph: a template of the folder with these values, without control codes."""
-    return escaped(environment().get_template(template).render(values), keep="\n")
+    """Return a page or a paragraph: a template with these values, and with this module, without control codes."""
+    text = environment().get_template(template).render(values, report=sys.modules[__name__])
+    return escaped(text, keep="\n")
 
 
 @cache
@@ -114,18 +115,6 @@ def write_page(run: RunRecord) -> Path:
         name=run.path.resolve().name,
         figure=lambda name, about: read_picture(run.path / "figures" / f"{name}.png", about),
         commands=_commands(run),
-        held_out=held_out,
-        tables=tables,
-        mib=mib,
-        what_ran=what_ran,
-        highlights=highlights,
-        prediction=prediction,
-        receipt=receipt,
-        changes=changes,
-        timing=timing,
-        methods_paragraph=methods_paragraph,
-        RECEIPT=RECEIPT,
-        METHODS=METHODS,
     )
     write_text(run.path / "report.html", page)
     return run.path / "report.html"
@@ -136,16 +125,14 @@ def _commands(run: RunRecord) -> list[str]:
     if run.overrides is None:
         return []
     folder = run.path.resolve()
-    place = str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder.name)
-    if re.fullmatch(r"[A-Za-z0-9_/.+%@:-]+", place) is None:
-        place = compose.quoted(place)
+    place = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else Path(folder.name)
     commands: list[list[str]] = [[]]
     for word in run.overrides:
         if word.startswith("resume="):
-            commands.append([f"resume={place}"])
+            commands.append([path_option("resume", place)])
         else:
             commands[-1].append(word)
-    commands[0].append(f"hydra.run.dir={place}")
+    commands[0].append(path_option("hydra.run.dir", place))
     return [shlex.join(["python", "-m", "unet3d", "train", *words]) for words in commands]
 
 
@@ -155,8 +142,7 @@ def print_summary(run: RunRecord) -> None:
     print_scores(run, held_out.score_title(run))
     if run.memory:
         entry = run.memory_entry
-        title = f"Memory of a step, {run.memory_kind} ({entry['kind']})"
-        console.print(terminal_table(title, tables.phases(entry)))
+        console.print(terminal_table(f"Memory of a step, {run.memory_kind} ({entry['kind']})", tables.phases(entry)))
         console.print(prediction(run))
         for sentence in tables.on_cuda(entry):
             console.print(escaped(sentence))
@@ -282,7 +268,7 @@ def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: M
 
     `values` are the run's options by their dotted names.
     """
-    of_no_run = {"budget", *(name for name, why in options_with("untold").items() if why == "place")}
+    of_no_run = {"budget", *(name for name, why in schema.options_with("untold").items() if why == "place")}
     changed = [name for name, value in options.items() if name not in of_no_run and values.get(name) != value]
     return {**promise, "changed": changed}
 
@@ -297,7 +283,7 @@ def promises(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) ->
     measured = memory.get("measured", {})
     steps = numbers_of(records, "time/step_s")
     total = sum(steps) + sum(numbers_of(records, "time/val_s"))
-    if not options_with("pace").keys().isdisjoint(_changed(memory)):
+    if not schema.options_with("pace").keys().isdisjoint(_changed(memory)):
         planned["seconds"] = None
     tensors = measured.get("ledger", measured).get("peak_bytes")
     rows = [("peak of tensors (MiB)", "tensors", planned.get("peak_bytes"), tensors)]
@@ -355,11 +341,6 @@ def methods_paragraph(run: RunRecord) -> str:
         channels=config.model.in_channels or len(run.data.get("channels", ())),
         outputs=config.model.classes or len(run.data.get("classes", ())),
         init_name=Path(config.init or "").name,
-        labels_of=labels_of,
-        listed=listed,
-        sizes=sizes,
-        mib=mib,
-        LOSSES=LOSSES,
     )
 
 

@@ -27,8 +27,7 @@ from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.splits import split
 from unet3d.data.volume import ImageFiles, LabelValues, read_label_map
 from unet3d.memory.simulate import refuse_large_window
-from unet3d.report import fold_tables
-from unet3d.report.compare import print_tables
+from unet3d.report import compare
 from unet3d.report.compared_runs import not_comparable
 from unet3d.report.held_out import OWN_GRIDS, SCORES_TITLE
 from unet3d.report.report import METHODS, listed
@@ -314,15 +313,15 @@ def report_folds(
     `out`: a folder for the tables. `has_components`: decide for which classes the largest component alone raises Dice.
     `published`: a file for the networks of all folds, with that decision. Raises UserError.
     """
-    methods = fold_tables.read_methods(paths)
+    methods = compare.read_methods(paths)
     if published is not None:
         if len(methods) > 1:
             raise UserError(f"--publish {published}: there are {len(methods)} methods; give the folder of one")
-        for problem in fold_tables.problems(methods[0]):
+        for problem in compare.problems(methods[0]):
             raise UserError(f"--publish {published}: {problem}; finish it first")
         if published.exists():
             raise UserError(f"{published}: is there already; give another file")
-    tables = fold_tables.titled_tables(methods)
+    tables = compare.titled_tables(methods)
     kept: list[Gain] = []  # of the last method, which is the only one where it is published
     lines: list[str] = []
     for method in methods if has_components or published is not None else ():
@@ -336,13 +335,13 @@ def report_folds(
             which = f"only the largest connected component of {listed([gain.name for gain in kept])} was kept"
             raised = "which raised the mean Dice of held-out cases"
             lines.append(f"{METHODS}{of_method}: in the predictions, {which}, {raised}.")
-    lines += [line for method in methods for line in fold_tables.problems(method)]
+    lines += [line for method in methods for line in compare.problems(method)]
     runs = [run for method in methods for run in method.folds]
     lines += [f"not comparable: {line}" for line in not_comparable(runs)]
-    print_tables(tables, lines)
+    compare.print_tables(tables, lines)
     written = []
     if out is not None:
-        written.append(str(fold_tables.write_tables(methods, tables, lines, out)))
+        written.append(str(compare.write_tables(methods, tables, lines, out)))
     if published is not None:
         publish([run.folder / LAST for run in runs], published, model_path, [gain.number for gain in kept])
         size = published.stat().st_size / 1e6
