@@ -117,7 +117,7 @@ def open_regular(path: Path, follow: bool = True) -> io.BufferedReader:
 
 
 def from_here(path: Path) -> Path:
-    """Return a path as it is from the current folder, where that holds it."""
+    """Return a path relative to the current folder, where that holds it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 

@@ -45,7 +45,7 @@ class Counter:
         self._started = clock()
         self._next_line = self._started + FIRST_LINE
         self._task: bars.TaskID | None = None
-        # a bar needs a cursor that moves: not in a file or pipe, even with FORCE_COLOR, nor on a dumb terminal
+        # A bar needs a cursor that moves. A file or pipe has none, even with FORCE_COLOR, nor has a dumb terminal.
         can_move = self._terminal.is_terminal and not self._terminal.is_dumb_terminal
         if can_move and _is_terminal(self._terminal.file):
             self._task = _shared_display(self._terminal).add_task("", total=total, work=self.work, note="")
@@ -70,7 +70,7 @@ class Counter:
         self._show(self.done + share, part, note=escaped(part) or None)
 
     def beat(self) -> None:
-        """Say now and then, in plain lines, that the current part goes on."""
+        """Say now and then, in plain lines, that the current part is still at work."""
         if self._task is None and self._clock() >= self._next_line:
             self._show(self._shown)
 
@@ -121,7 +121,7 @@ def _shared_display(terminal: Terminal) -> bars.Progress:
             bars.TimeElapsedColumn(),
             bars.TextColumn("{task.fields[note]}", markup=False),
             console=terminal,
-            # what is printed meanwhile goes through the display, except to a file or a pipe
+            # What is printed meanwhile goes through the display, except to a file or a pipe.
             redirect_stdout=_is_terminal(sys.stdout),
             redirect_stderr=_is_terminal(sys.stderr),
         )
@@ -164,7 +164,7 @@ def parts(items: Sequence[Item], things: str = "", count: int = 0) -> Iterator[I
 
 
 def beat() -> None:
-    """Say that the innermost counter's work goes on; for work of many small operations."""
+    """Say that the innermost counter is still at work; for work of many small operations."""
     signals.raise_again()
     if _open:
         _open[-1].beat()

@@ -64,7 +64,7 @@ def joined(device_type: str, timeout: float) -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    # loaded once there is a group, its functions would keep it: threads that outlive Python, which may abort for them
+    # Loaded once there is a group, its functions would keep it: threads that outlive Python, which may abort for them.
     import torch.distributed.nn  # noqa: F401
 
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
@@ -142,7 +142,7 @@ def all_reduce_sum(tensors: "Iterable[Tensor]") -> None:
             references = flat._use_count()  # type: ignore[attr-defined]
             with _answered():
                 dist.all_reduce(flat)
-            # gloo's thread releases a tensor a moment after the collective has returned: until then the memory is
+            # A thread of gloo releases a tensor a moment after the collective has returned: until then the memory is
             # taken, and a measured peak would depend on the moment.
             until = time.monotonic() + (RELEASE if flat.device.type == "cpu" else 0)
             while time.monotonic() < until and flat._use_count() > references:  # type: ignore[attr-defined]

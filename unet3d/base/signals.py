@@ -14,7 +14,7 @@ from typing import Any
 from unet3d.base import ranks
 from unet3d.base.errors import Preempted
 
-# from schedulers (SIGTERM, SIGUSR1, submitit's SIGUSR2), Ctrl-C and a closed terminal
+# Schedulers send SIGTERM, SIGUSR1 and, by submitit, SIGUSR2; Ctrl-C and a closed terminal the others.
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 130  # exit code: 128 + SIGINT's number
 _answers: list[Callable[[], None]] = []  # of those who take signals, each raises what one has asked for; innermost last

@@ -27,7 +27,7 @@ def paper(width: int) -> Console:
 def narrow_tables(title: str, table: Table, width: int) -> Group:
     """Return the table in as many parts, one below the other, as fit into `width` characters.
 
-    Each part has the first column. No word is broken, but of a column that is wider than the room beside the first.
+    Each part has the first column. No word is broken, but of a column that is wider than the room right of the first.
     """
     columns = [[escaped(text) for text in texts] for texts in zip(table.columns, *table.rows, strict=True)]
     least = [max(cell_len(word) for text in column for word in ["", *text.split()]) + GAP for column in columns]

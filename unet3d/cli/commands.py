@@ -98,7 +98,7 @@ def print_options(_: argparse.Namespace) -> None:
 
 
 def publish(arguments: argparse.Namespace) -> None:
-    """Write a network without what its run held beside it."""
+    """Write a network alone, without what else its run held."""
     from unet3d.run import publish
 
     publish.publish(arguments.checkpoints, arguments.out, arguments.model)

@@ -52,7 +52,7 @@ OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=T
 
 
 def config_folder() -> Path:
-    """Return the folder of the YAML files: beside the package in a checkout, inside it once installed."""
+    """Return the folder of the YAML files: next to the package in a checkout, inside it once installed."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

@@ -98,7 +98,7 @@ def finish_sweep(jobs: Mapping[Path, Config], folder: Path) -> None:
     print_comparison(rows)
     path = write_comparison(rows, folder)
     config = next(iter(jobs.values()))
-    # the last part of a path is no path any more, but often a patient's name
+    # The last part of a path is no path any more, but often a patient's name.
     hidden = options_with("private") if config.wandb.private else ()
     loggers = Loggers(wandb_loggers(config, folder))
     loggers.table("compare", *numbers_table(compared_runs.methods(rows), hidden))
@@ -430,10 +430,10 @@ def write_tables(methods: Sequence[ComparedRun], titled: Titled, lines: Sequence
 
 
 def markdown(text: str) -> str:
-    """Return text that Markdown shows as it is."""
+    """Return text that Markdown shows literally."""
     return IN_MARKDOWN.sub(r"\\\1", escaped(text))
 
 
 def latex(text: str) -> str:
-    """Return text that LaTeX sets as it is."""
+    """Return text that LaTeX sets literally."""
     return escaped(text).translate(IN_LATEX)

@@ -320,7 +320,7 @@ def _masks(plane: Array, labels_of: Sequence[Sequence[int]]) -> Iterator[tuple[A
 
 
 def _name_plane(axes: "Axes", axis: int, index: int) -> None:
-    """Write beside a plane which it is, and on it which way its axes point."""
+    """Write left of a plane which it is, and on it which way its axes point."""
     axes.set_ylabel(f"{PLANES[axis]}\n{'xyz'[axis]} = {index}", rotation=0, ha="right", va="center")
     shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}  # legible on any grey
     text: dict[str, Any] = {"color": "white", "fontsize": 9, "ha": "center", "va": "center", "bbox": shade}
@@ -354,7 +354,7 @@ def score_plot(dice: Mapping[str, Sequence[float]], path: Path) -> None:
     box: dict[str, Any] = {"boxprops": thin, "whiskerprops": thin, "capprops": thin, "showfliers": False, "widths": 0.5}
     point: dict[str, Any] = {"mec": "black", "mew": 0.4, "ms": 4, "alpha": 0.8, "zorder": 3}
     for place, (values, colour) in enumerate(zip(dice.values(), colours(len(dice)), strict=True)):
-        aside = 0.16 * (np.arange(len(values)) * 0.618 % 1 - 0.5)  # equal values lie beside each other
+        aside = 0.16 * (np.arange(len(values)) * 0.618 % 1 - 0.5)  # Equal values lie side by side.
         axes.plot(place + aside, sorted(values), "o", color=colour, **point)
         if len(values) >= CASES_OF_A_BOX:
             axes.boxplot([values], positions=[place], medianprops=thin | {"linewidth": 2.2}, **box)

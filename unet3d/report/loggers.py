@@ -236,7 +236,7 @@ class TerminalLogger:
     def _line(self, step: int, text: str) -> None:
         elapsed = time.perf_counter() - self.started
         line = escaped(f"{duration(elapsed):>8}  step {step:>5}/{self.steps}  {text}")
-        # classes may be called [a], [/b] or :skull:
+        # Classes may be called [a], [/b] or :skull:.
         self.terminal.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def close(self, exit_code: int) -> None:
@@ -340,7 +340,7 @@ class WandbLogger:
             return self._start("offline", config, None)
 
     def scalars(self, values: Mapping[str, object], step: int) -> None:
-        # a step of our own: wandb drops values with a `step=` not above the last one, as after a resume
+        # The step is a value, too: wandb drops values with a `step=` not above the last one, as after a resume.
         self._run.log({STEP: step, **self._allowed(values)})
 
     def image(self, key: str, path: Path, step: int) -> None:
@@ -349,7 +349,7 @@ class WandbLogger:
     def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence]) -> None:
         cells = [[None if self._private and is_path(cell) else cell for cell in row] for row in rows]
         table = self._wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
-        # bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder
+        # Bound first, a table is a file of the run; else it also becomes an artifact, recorded with the home folder.
         table.bind_to_run(self._run, key, self._run.step)
         self._run.log({key: table})
 

@@ -33,10 +33,10 @@ GREY = "#A0A0A0"
 DARK = "#404040"
 PALE = "#E5E5E5"
 BEST = "#D55E00"
-VALIDATION = "#009E73"  # its loss, beside that of training
+VALIDATION = "#009E73"  # Its loss; that of training is blue.
 FEW_RECORDS = 30  # are marked one by one
 MANY_RECORDS = 200  # fade behind their running mean
-MOST_POINTS = 1000  # of a curve beside others
+MOST_POINTS = 1000  # Points of one curve among several.
 LABEL_LETTERS = 60  # of a run's label
 NAME_LETTERS = 24  # of a class in a legend
 LETTER = 0.075  # inches; a letter's mean width in 9 points, generously
@@ -68,7 +68,7 @@ def blank(width: float, height: float) -> "Figure":
 
 
 def save_picture(figure: "Figure", path: Path, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> None:
-    """Write a PNG file, and beside it the same as SVG; each whole or not at all, and equal for equal figures.
+    """Write a PNG file, and next to it the same as SVG; each whole or not at all, and equal for equal figures.
 
     `strategy` is zlib's, of the PNG file.
     """

@@ -1,7 +1,7 @@
 """The report of a run: its page, its pictures, and its summary on the terminal, in sentences and numbers.
 
 What pages show is escaped; they have no script and need no network. The receipt is of a run that kept a plan: what was
-planned beside what was measured, and both errors. The paragraph for the methods section of a paper is
+planned next to what was measured, and both errors. The paragraph for the methods section of a paper is
 templates/methods.txt; `UNTOLD` in config/schema.py says why the others are not told.
 """
 
@@ -274,7 +274,7 @@ def plan_entry(options: Mapping[str, Any], promise: Mapping[str, Any], values: M
 
 
 def promises(memory: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Promise]:
-    """Return what a plan promised beside what memory.json and the records measured; [] without a plan.
+    """Return what a plan promised and what memory.json and the records measured; [] without a plan.
 
     These are the peak of tensors, on a GPU those of its allocator, the time of a step, and of all steps and validations
     where the run has as many as were planned.
