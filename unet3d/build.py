@@ -39,7 +39,7 @@ def import_object(name: str, path: str) -> Callable[..., Any]:
     module_name, _, attribute = path.partition(":")
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
+        sys.path.insert(0, here)  # `python -m` does the same.
     try:
         part = getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
@@ -50,7 +50,7 @@ def import_object(name: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{name}={path}: {attribute} cannot be called")
     arguments = options_with("imports").get({"--model": "model.path"}.get(name, name))
     signature = None
-    with suppress(TypeError, ValueError):  # of what is not written in Python
+    with suppress(TypeError, ValueError):  # It is not written in Python.
         signature = inspect.signature(part)
     if arguments is not None and signature is not None:
         try:
@@ -158,7 +158,7 @@ def model(model_config: Model, seed: int) -> nn.Module:
     try:
         network = make(model_config.in_channels, model_config.classes)
     except RuntimeError as error:
-        if "UninitializedParameter" in str(error):  # of fake tensors there are none
+        if "UninitializedParameter" in str(error):  # Fake tensors have none.
             raise lazy from error
         raise
     except SystemExit as end:

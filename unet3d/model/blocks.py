@@ -130,7 +130,7 @@ def projection(inputs: int, channels: int, options: Model, stride: Triple) -> nn
         return nn.Conv3d(inputs, channels, 1, stride, bias=options.conv_bias)
     layers: dict[str, nn.Module] = {}
     if stride != ONES:
-        layers["pool"] = nn.AvgPool3d(stride, stride, ceil_mode=True)  # as large as a padded convolution's map
+        layers["pool"] = nn.AvgPool3d(stride, stride, ceil_mode=True)  # Its map is as large as a padded convolution's.
     if inputs != channels:
         layers["conv"] = nn.Conv3d(inputs, channels, 1, bias=False)
         normalisation = norm(channels, options)

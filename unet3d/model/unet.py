@@ -9,13 +9,13 @@ from unet3d.model import geometry
 from unet3d.model.blocks import DoubleConv, Down, Inc, OutConv, Up, conv_unit, upsampler
 from unet3d.model.geometry import ONES, Triple
 
-KAIMING_SLOPE = 0.01  # of the leaky ReLU that the initial weights assume
+KAIMING_SLOPE = 0.01  # The initial weights assume a leaky ReLU with it.
 
 
 class UNet3D(nn.Sequential):
     """N C D H W image in; N K D' H' W' logits out (in training with deep supervision: a tuple, finest first).
 
-    Stages `inc, down1.., up1.., outc`; no forward of its own. After Cicek et al. 2016, arXiv:1606.06650. `options` must
+    Stages `inc, down1.., up1.., outc`; no own forward. After Cicek et al. 2016, arXiv:1606.06650. `options` must
     be concrete: channels, classes, kernels and strides set.
     """
 

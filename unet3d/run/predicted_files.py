@@ -34,7 +34,7 @@ from unet3d.data.scan import file_hashes, remarks
 from unet3d.data.volume import contradictions
 
 RECORD = "predictions.jsonl"
-OPTIONS = ("overlap", "mirror", "components")  # that change what the same network writes
+OPTIONS = ("overlap", "mirror", "components")  # They change what the same network writes.
 Entry = dict[str, Any]
 
 
@@ -193,7 +193,7 @@ class Origins:
             if there != here:
                 return f"is of {name} {json.dumps(there)}, not {json.dumps(here)}"
         images = _sample(case.images)
-        if images is not None and entry.get("images") != images:  # what cannot be read is reported as it is segmented
+        if images is not None and entry.get("images") != images:  # Segmenting reports what cannot be read.
             return f"is of other images of the name {case.id}, or these changed since"
         return None
 

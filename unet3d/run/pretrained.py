@@ -19,7 +19,7 @@ from unet3d.model import geometry
 from unet3d.run.checkpoint import TrainedNetworks, fitting, load_checkpoint, networks_of, refuse_non_finite
 from unet3d.training import optim
 
-NAMES_SHOWN = 6  # of new tensors on a line; init.json has them all
+NAMES_SHOWN = 6  # New tensors on a line; init.json has them all.
 HeadRows = dict[str, dict[int, Tensor]]  # by a head's name and a class's number, the weights of that class
 ClassSources = dict[int, list[int]]  # by a class's number, the checkpoint's classes whose mean it begins with
 
@@ -134,7 +134,7 @@ def _head_rows(
     if dataset.regions is not None:
         here = here[1:]
         sources = {label - 1: [part - 1 for part in parts] for label, parts in sources.items() if label}
-    if (trained.regions is None) != (dataset.regions is None):  # whose logits differ
+    if (trained.regions is None) != (dataset.regions is None):  # Their logits differ.
         sources = {}
     rows: HeadRows = {}
     for name in head_names if sources else ():

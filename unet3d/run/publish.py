@@ -161,7 +161,7 @@ def _read_as_learned(networks: TrainedNetworks, options: Data, given: Collection
     """
     learned = networks.config.data
     taken = dict[str, Any]()
-    is_other_layout = "data.format" in given and learned.format != options.format  # whose labels may mean other things
+    is_other_layout = "data.format" in given and learned.format != options.format  # Its labels may mean other things.
     names_labels = any(LEARNED.get(option) == "labels" for option in given)  # who gives one means the rest, too
     for option, what in LEARNED.items():
         name = option.removeprefix("data.")
@@ -322,7 +322,7 @@ def report_folds(
         if published.exists():
             raise UserError(f"{published}: is there already; give another file")
     tables = compare.titled_tables(methods)
-    kept: list[Gain] = []  # of the last method, which is the only one where it is published
+    kept: list[Gain] = []  # Only one method is published.
     lines: list[str] = []
     for method in methods if has_components or published is not None else ():
         gains = component_gains([run.folder for run in method.folds])

@@ -68,7 +68,7 @@ class Run:
     model_config: Model
     technique: Technique
     stop: Stop
-    pretrained: PretrainedWeights | None  # that a run begins with; one with `config.resume` takes its last checkpoint
+    pretrained: PretrainedWeights | None  # A resumed run has its last checkpoint instead.
     is_measured: bool = field(default=False, init=False)  # whether memory.json and memory/ have the last step
 
     def __post_init__(self) -> None:
@@ -128,9 +128,9 @@ class Run:
         config, data, folder = self.config, self.data, self.folder
         for part in ("checkpoints", "figures", "predictions"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        old = ["report.html"]  # of an earlier end; the next one writes it again
+        old = ["report.html"]  # It tells of an earlier end; the next one writes it again.
         if config.resume is None:
-            old += ["metrics.jsonl", "init.json"]  # of a run that ended before its first checkpoint
+            old += ["metrics.jsonl", "init.json"]  # That run ended before its first checkpoint.
         for name in old:
             (folder / name).unlink(missing_ok=True)
         if self.pretrained is not None:
@@ -144,7 +144,10 @@ class Run:
             "intensity": [asdict(rule) for rule in data.read.intensity],
             "ignore": data.dataset.ignore,
         }
-        names = {"train": [case.id for case in data.train], "val": [case.id for case in data.val]}  # as data.split's
+        names = {
+            "train": [case.id for case in data.train],
+            "val": [case.id for case in data.val],
+        }  # data.split reads it.
         write_json(folder / "split.json", {**names, "data": about})
         self.loggers = open_loggers(config, folder)
         grid = ""
@@ -271,7 +274,7 @@ class Run:
         step = self.trainer.step
         self._try_write_measured_memory()
         if step == self.config.steps or self.checkpoints.saved is None:
-            self._save()  # of this validation's volumes memory may not hold one
+            self._save()  # Memory may not hold a volume of this validation.
         with optim.averaged(self.trainer.learner.model, self.trainer.learner.optimizer):
             scores = self.validator.scores(step)
         values = metrics.summarise(scores, self.data.dataset.classes)
@@ -339,7 +342,7 @@ class Run:
         if "measured" in memory:
             self._log_memory(memory)
         for path in self.validator.pictures:
-            if path.stem != "prediction":  # of the only case, whose picture the last validation has logged
+            if path.stem != "prediction":  # The last validation has logged the only case's.
                 self.loggers.image(f"val/{path.stem}", path, self.trainer.step)
         self.loggers.table("val/cases", *scores_as_numbers(record))
         self.loggers.summary(headline(record))

@@ -31,8 +31,8 @@ LARGEST_NUMBER = 2**53  # more bytes are not exact in a picture
 MOST_ITEMS = 500  # of a list or a text in memory.json
 MAX_MEMORY_BYTES = 2**23  # of the file
 PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")  # in env.json
-SOURCE = Path(__file__).resolve().parents[2]  # of this package, where it is not installed
-MAX_HEAD_BYTES = 2**12  # of a file of git that names one commit
+SOURCE = Path(__file__).resolve().parents[2]  # The checkout of a package that is not installed.
+MAX_HEAD_BYTES = 2**12  # A file of git names one commit.
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 DEEPEST = 10  # levels of nested JSON
 MOST_PHASES = 20  # of a step
@@ -114,7 +114,7 @@ def commit(tree: Path) -> str | None:
     """
     try:
         git = tree / ".git"
-        if git.is_file():  # of a second work tree: "gitdir: PATH"
+        if git.is_file():  # A second work tree has "gitdir: PATH".
             git = tree / _line(git).removeprefix("gitdir:").strip()
         head = _line(git / "HEAD")
         branch = head.removeprefix("ref:").strip()

@@ -38,8 +38,8 @@ from unet3d.recomputing.state import Observer, only_watches
 OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as an attribute, all else is torch's own
 COLLECTIONS = (list, tuple, set, frozenset, deque)
 VALUES = (int, float, str, bytes)  # compared by value, others by identity
-PASSES = 2  # of a network, that are compared
-NUMBERS = 256  # that are compared of a result, at most
+PASSES = 2  # The first passes of a network are compared.
+NUMBERS = 256  # At most so many of a result are compared.
 # How far they may differ: relative to their norm, root mean square. Kernels of a GPU need not give equal bits.
 TOLERANCE = {"cpu": (1e-6, 0.0)}
 TOLERANCE_ELSEWHERE = (2e-2, 1e-3)
@@ -245,7 +245,7 @@ class Comparison(Observer, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in a memory ledger
+        return False  # A memory ledger says the same.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

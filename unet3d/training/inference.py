@@ -37,7 +37,7 @@ class HostMemory:
     """Host memory for results of a device, one after another: the next takes the place of the last."""
 
     is_pinned: bool  # pages are locked, so that a GPU writes into them at full speed
-    numbers: int = 0  # that the first result takes memory for: torch keeps the pages of every smaller buffer
+    numbers: int = 0  # The first result takes memory for so many: torch keeps the pages of smaller buffers.
     buffer: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def take(self, result: Tensor) -> Tensor:

@@ -31,10 +31,10 @@ from unet3d.training.policy import refuse_odd_logits
 CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
 VOXELS = (2, 3, 4)  # dimensions of N K D H W
-CHUNKS = 16  # of a map on the CPU, at most
+CHUNKS = 16  # A map on the CPU has at most so many.
 SMALL = 2**12  # numbers of logits; with less in a chunk on the CPU, most of the time goes to calls
-LEAST = 1e-38  # of a probability whose logarithm is taken; a softmax in float32 may give 0
-MOST = 1 - 2**-25  # of a region's probability; a sigmoid in float32 gives 1 for all that is nearer to 1
+LEAST = 1e-38  # Logarithms are taken of no smaller probability: a softmax in float32 may give 0.
+MOST = 1 - 2**-25  # No region is likelier: a sigmoid in float32 gives 1 for all that is nearer to 1.
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class InChunks(torch.autograd.Function):
                 sums[name] = sums[name].sum(0, keepdim=True)
                 shared.append(sums[name])
         ranks.all_reduce_sum(shared)
-        ctx.shares = 1 if options.batch_dice else ranks.count()  # of the mean over images, of which others have theirs
+        ctx.shares = 1 if options.batch_dice else ranks.count()  # Other ranks have their share of the mean over images.
         value = _value_of(sums, ctx.shares, has_background=options.regions is None)
         ctx.save_for_backward(logits, label, *map(sums.get, ("overlap", "size", "weight")))
         ctx.options = options

@@ -207,7 +207,7 @@ def _note(score: CaseScore, names: Sequence[str]) -> str:
 
 
 def both_csv_text(scores: Sequence[CaseScore], class_names: Sequence[str], on_network_grid: str) -> str:
-    """Return the text of `csv_text` for scores on the files' grids, with those on the network's grid beside them.
+    """Return the text of `csv_text` for scores on the files' grids, with those on the network's grid.
 
     The columns on the network's grid begin with `network_`, also where this function has made `on_network_grid`.
     """

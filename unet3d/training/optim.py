@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unet3d.config.schema import Optim
 
-AVERAGE = "average"  # of a parameter, in the optimizer's state
+AVERAGE = "average"  # A parameter's, in the optimizer's state.
 COUNT = "averaged"  # updates so far, in the parameter group
 FACTOR = "factor"  # on the learning rate, in the parameter group
 

@@ -15,7 +15,7 @@ from unet3d.base.errors import UserError, is_out_of_memory
 from unet3d.config.schema import Cuda
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-FIXED_WORKSPACES = ":4096:8"  # with which cuBLAS repeats its results
+FIXED_WORKSPACES = ":4096:8"  # cuBLAS repeats its results with these.
 REFUSAL = "does not have a deterministic implementation"  # in torch's error, after the operation
 REFUSAL_OF_CUBLAS = "because it uses CuBLAS"  # in the error where cuBLAS was in use before CUBLAS was set
 # Versions that are wrong in bf16, by pytorch's issue, as cuDNN writes them: 91002 for 9.10.2, which torch 2.10 comes
@@ -29,7 +29,7 @@ def switched(cuda: Cuda, deterministic: bool) -> Iterator[None]:
     """Let torch compute as `cuda` and, if it is true, `deterministic` say; afterwards all is as before.
 
     Enter it before the process uses cuBLAS, which reads its variable once. Memory that nothing has written to yet stays
-    as it is: torch would fill it for `deterministic`, which takes time.
+    unchanged: torch would fill it for `deterministic`, which takes time.
     """
     cudnn: Any = torch.backends.cudnn
     filling: Any = torch.utils.deterministic
@@ -48,7 +48,7 @@ def switched(cuda: Cuda, deterministic: bool) -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before
-        cudnn.allow_tf32 = "tf32" in precision  # sets the two below as well, and is a flag of its own
+        cudnn.allow_tf32 = "tf32" in precision  # It sets the two below as well, and is another flag.
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision
         if deterministic:  # only `use_deterministic_algorithms` also resets the compiler's flag
             torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
