@@ -21,13 +21,13 @@ MOST_LEVELS = 12
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
 LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
-WANDB_VARIABLES = {
-    "WANDB_PROJECT": "wandb.project",
-    "WANDB_ENTITY": "wandb.entity",
-    "WANDB_NAME": "wandb.name",
-    "WANDB_RUN_GROUP": "wandb.group",
-    "WANDB_JOB_TYPE": "wandb.job_type",
-    "WANDB_TAGS": "wandb.tags",  # with commas between them
+WANDB_VARIABLES = {  # by the option that each stands for
+    "project": "WANDB_PROJECT",
+    "entity": "WANDB_ENTITY",
+    "name": "WANDB_NAME",
+    "group": "WANDB_RUN_GROUP",
+    "job_type": "WANDB_JOB_TYPE",
+    "tags": "WANDB_TAGS",  # with commas between them
 }
 WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")  # of the variable
 
@@ -142,13 +142,14 @@ def _check_wandb(config: Config) -> None:
     mode = os.environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE={mode}: use one of {', '.join(WANDB_MODES[:3])}, or unset it")
-    given = {option: getattr(config.wandb, option.removeprefix("wandb.")) for option in options_with("letters")}
+    given: list[tuple[str, str, Any]] = []
+    for option in options_with("letters"):
+        given.append((option, option, getattr(config.wandb, option.removeprefix("wandb."))))
     if (mode or config.wandb.mode) != "disabled":
-        given |= {variable: os.environ.get(variable) or None for variable in WANDB_VARIABLES}
-    for place, words in given.items():
-        option = WANDB_VARIABLES.get(place, place)
-        if place != option and option == "wandb.tags" and words:
-            words = words.split(",")
+        for name, variable in WANDB_VARIABLES.items():
+            text = os.environ.get(variable) or None
+            given.append((variable, f"wandb.{name}", text.split(",") if text and name == "tags" else text))
+    for place, option, words in given:
         for word in words if isinstance(words, list) else [words]:
             most = FACTS[option]["letters"]
             if word is None:
