@@ -172,10 +172,7 @@ class Compiler:
         """Begin the stage after which the maps of the set `stays` stay."""
         self.sizes = sizes
         self.stays = frozenset(indices_of(stays))
-        self.alive = set(indices_of(before.alive))
-        self.gradients = set(indices_of(before.gradients))
-        self.completed = set(indices_of(before.completed))
-        self.trained = set(indices_of(before.trained))
+        self.alive, self.gradients, self.completed, self.trained = (set(indices_of(mask)) for mask in before)
         self.instructions: list[Instruction] = []
         self.bytes = 0
         self.most: int | None = None
@@ -215,14 +212,8 @@ class Compiler:
         """Return what has been compiled."""
         sets = (self.alive, self.gradients, self.completed, self.trained)
         after = Liveness._make(mask_of(maps) for maps in sets)
-        return Stage(
-            instructions=tuple(self.instructions),
-            growth=self.bytes,
-            most=self.most,
-            maps=mask_of(self.maps_at_most),
-            work=tuple(share for share in self.work if share),
-            after=after,
-        )
+        work = tuple(share for share in self.work if share)
+        return Stage(tuple(self.instructions), self.bytes, self.most, mask_of(self.maps_at_most), work, after)
 
     # Forward
 
@@ -272,7 +263,9 @@ class Compiler:
             self._free(other)
         self._send(index, streamed)
         for source in sizes.sources[index]:
-            if source in self.gradients and self._flush_now(source, index):
+            # It is complete, or one of several parts.
+            is_last = sizes.is_cheap_stem[source] and source not in sizes.outputs and sizes.users[source][0] == index
+            if source in self.gradients and (is_last or self._flush_partially(source, index)):
                 self._flush(source, index)
         for other in sorted(self.alive - self.stays):
             self._free(other)
@@ -379,12 +372,6 @@ class Compiler:
         sizes = self.sizes
         is_little = sizes.is_cheap_stem[source] and sizes.work[source] <= TWO_PASS_WORK
         return is_little and source not in sizes.outputs and sizes.users[source][0] < index
-
-    def _flush_now(self, source: int, index: int) -> bool:
-        """Return whether the gradient of a source goes on at once: it is complete, or one of several parts."""
-        sizes = self.sizes
-        is_last = sizes.is_cheap_stem[source] and source not in sizes.outputs and sizes.users[source][0] == index
-        return is_last or self._flush_partially(source, index)
 
     def _flush(self, index: int, reader: int) -> None:
         """Send on what a reader has sent to a cheap stem."""

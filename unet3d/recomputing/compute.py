@@ -284,10 +284,18 @@ def _run(map_: Map, sources: Sequence[Tensor], state: State, span: Span | None) 
             if any(derived.name in missing for derived in steps):
                 weights.update(derive(steps, weights, map_.names_read))
         inputs = [tensors[source] for source in value.inputs]
-        if span is None:
+        if span is None or map_.along is None:
             tensors[value] = call(value, inputs, state, keeps_types=True)
+        elif value.op in SIZED:
+            sizes = list(value.args[1])
+            sizes[map_.along.places[value]] = span[1] - span[0]
+            tensors[value] = inputs[0].reshape(sizes)
         else:
-            tensors[value] = _call_on_part(map_, value, inputs, state, span)
+            places = {leaf.name: place for leaf, place in map_.along.weights[value].items()}
+            narrowed = {name: rows_of(weights[name], place, span) for name, place in places.items()}
+            of_part = replace(state, weights={**weights, **narrowed}) if narrowed else state
+            tensors[value] = call(value, inputs, of_part, keeps_types=True)
+            del narrowed, of_part
         del inputs
         for leaf in map_.forgotten[value]:
             if isinstance(leaf, Value):
@@ -295,21 +303,6 @@ def _run(map_: Map, sources: Sequence[Tensor], state: State, span: Span | None) 
             else:
                 weights.pop(leaf.name, None)
     return tensors[map_.value]
-
-
-def _call_on_part(map_: Map, value: Value, inputs: Sequence[Tensor], state: State, span: Span) -> Tensor:
-    """Return an operation's result for a part of its inputs."""
-    assert map_.along is not None
-    if value.op in SIZED:
-        sizes = list(value.args[1])
-        sizes[map_.along.places[value]] = span[1] - span[0]
-        return inputs[0].reshape(sizes)
-    narrowed = {}
-    for weight, place in map_.along.weights[value].items():
-        narrowed[weight.name] = rows_of(state.weights[weight.name], place, span)
-    if narrowed:
-        state = replace(state, weights={**state.weights, **narrowed})
-    return call(value, inputs, state, keeps_types=True)
 
 
 def _part(map_: Map, value: Value, tensor: Tensor, span: Span | None) -> Tensor:

@@ -110,7 +110,7 @@ class Reader:
             if spec.kind is InputKind.USER_INPUT:
                 self.device_type = fake.device.type
                 self.is_mixed = torch.is_autocast_enabled(self.device_type)
-                self.image = Value(node.name, "image", _nothing, (), {}, fake.shape, fake.dtype, "")
+                self.image = Value(node.name, "image", DETACH, (), {}, fake.shape, fake.dtype, "")
                 self.known[node] = self.image
             elif spec.target is not None:
                 name = spec.target
@@ -200,7 +200,7 @@ class Reader:
             if reads_maps:
                 result = self._add_value(node, call, fake, element)
             else:
-                name = self._new_name(node)
+                name = f"{node.name}%{len(self.derived)}"
                 is_once = call.is_random() or (written is not None and written.name not in self.fresh)
                 derived = Derived(name, call.target, call.args, call.kwargs, fake.nbytes, is_once, element)
                 result = self._add_derived(derived, fake.shape, written)
@@ -280,10 +280,6 @@ class Reader:
         """Return whether a weight is a new tensor, of which there is no view."""
         return weight.name in self.fresh and weight.name not in (*self.memory_of, *self.memory_of.values())
 
-    def _new_name(self, node: fx.Node) -> str:
-        """Return a name for a derived tensor that no parameter has, and no tensor of another block."""
-        return f"{node.name}%{len(self.derived)}"
-
     def _fake(self, node: fx.Node) -> Any:
         """Return a node's result without data, of the type that it has in plain.
 
@@ -329,7 +325,7 @@ class Reader:
 
     def _read_mask(self, node: fx.Node, value: Value, probability: float, _: bool) -> Weight:
         """Return what a dropout draws: a factor of each channel, or whether each number stays."""
-        name = self._new_name(node)
+        name = f"{node.name}%{len(self.derived)}"
         target: Any = node.target
         like = self._like(node)
         if operation_name(target) == "feature_dropout":
@@ -397,7 +393,3 @@ def _draws(node: fx.Node, op: str) -> UserError:
     fault = f"{op} draws random numbers that depend on a map, and would draw others when it is made again"
     advice = "; use dropout, or compute them from torch.rand_like, which is drawn once a pass"
     return refusal(node, fault, advice)
-
-
-def _nothing() -> None:
-    raise AssertionError("the image is given, not computed")

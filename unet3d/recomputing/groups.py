@@ -85,11 +85,6 @@ def _add_shared(graph: Graph, grouped: Set[Value], users: Users, results: set[Va
         results_from[value] = {value} if value in results else reached
 
 
-def first_of_group(group: Sequence[Value]) -> Value:
-    """Return the first value of a group that is no view, by which it is called."""
-    return next((value for value in group if not gives_view(value.target)), group[-1])
-
-
 def _cuts(group: Sequence[Value]) -> list[Value]:
     """Return the values at which a group is cut."""
     waists = _waists(group)
@@ -290,8 +285,6 @@ def _in_first(value: Value, dimension: int) -> int | None:
     count = len(value.shape)
     if not isinstance(source, Value):
         return None
-    if value.op in SIZED or value.op in OTHER_VIEWS.split():
-        return _in_view(value, source, dimension)
     if value.op == "linear":
         return dimension if dimension < count - 1 else None
     if value.op == "layer_norm":
@@ -299,13 +292,10 @@ def _in_first(value: Value, dimension: int) -> int | None:
     if value.op in SOFTMAX:
         named = value.argument(1, value.kwargs.get("dim"))
         return dimension if isinstance(named, int) and named % count != dimension else None
-    return None
-
-
-def _in_view(value: Value, source: Value, dimension: int) -> int | None:
-    """Return the place of a dimension that stays as it is in a view: its numbers lie equally far apart in both."""
-    if value.op in SIZED and not isinstance(value.args[1], tuple):  # a view of another type
+    is_of_other_type = value.op in SIZED and not isinstance(value.args[1], tuple)
+    if is_of_other_type or value.op not in (*SIZED, *OTHER_VIEWS.split()):
         return None
+    # A dimension stays in a view where its numbers lie equally far apart in both.
     if value.op == "unflatten":  # Its sizes are not those of a part.
         split = value.args[1] % len(source.shape)
         if split <= dimension < split + len(value.args[2]):

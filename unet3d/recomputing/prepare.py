@@ -44,6 +44,9 @@ def sizes_of(
     outputs = frozenset(index_of[value] for value in program.maps.graph.outputs)
     reads = [set(map_.sources) if map_.rule is None else program.plan(map_).read for map_ in maps]
     over_map, over_gradient, over_source = zip(*(_over(program, map_, dtype) for map_ in maps), strict=True)
+    # The bytes of the gradients of weights that appear first as each map's gradient is sent.
+    left = {name: tensor.nbytes for name, tensor in tensors.items() if tensor.requires_grad}
+    of_weights = [sum(left.pop(name, 0) for name in map_.weights) for map_ in reversed(maps)]
     workspace, workspace_streamed = zip(*scratch, strict=True)
     return Sizes(
         bytes=[bytes_of(map_.value, _type_of(program, map_, dtype)) for map_ in maps],
@@ -59,7 +62,7 @@ def sizes_of(
         is_one_tile=[map_.rule is None or len(program.plan(map_).tiles) == 1 for map_ in maps],
         has_rows=[map_.rule is not None for map_ in maps],
         is_cheap_stem=[_is_cheap_stem(program, map_, share) for map_, share in zip(maps, work, strict=True)],
-        of_weights=_bytes_of_weights(maps, tensors),
+        of_weights=of_weights[::-1],
         workspace=workspace,
         workspace_streamed=workspace_streamed,
         inplace_workspace=[
@@ -77,15 +80,6 @@ def _type_of(program: Program, map_: Map, dtype: torch.dtype) -> torch.dtype:
 def _indices(values: Collection[Value], index_of: dict[Value, int]) -> tuple[int, ...]:
     """Return the indices of maps, without the image."""
     return tuple(index_of[value] for value in values if value in index_of)
-
-
-def _bytes_of_weights(maps: Sequence[Map], tensors: Mapping[str, Tensor]) -> list[int]:
-    """Return the bytes of the gradients of weights that appear first as each map's gradient is sent."""
-    of_weights = []
-    left = {name: tensor.nbytes for name, tensor in tensors.items() if tensor.requires_grad}
-    for map_ in reversed(maps):
-        of_weights.append(sum(left.pop(name, 0) for name in map_.weights))
-    return of_weights[::-1]
 
 
 def _is_cheap_stem(program: Program, map_: Map, work: float) -> bool:
@@ -214,12 +208,12 @@ def _what_is_traced(network: nn.Module, code: Code, image: Tensor, autocast: tor
     return image.shape, image.dtype, image.device.type, image.requires_grad, autocast, snapshot(network, code)
 
 
-def _signature(maps: Sequence[Map]) -> list[tuple[str, str, torch.Size, tuple[str, ...], tuple[str, ...]]]:
+def _signature(maps: Sequence[Map]) -> list[tuple[Any, ...]]:
     """Return what two networks share if the schedule of one serves the other."""
     signature = []
     for map_ in maps:
-        sources = tuple(source.name for source in map_.sources)
-        operations = tuple(value.op for value in map_.fused)
+        sources = [source.name for source in map_.sources]
+        operations = [value.op for value in map_.fused]
         signature.append((map_.value.name, map_.value.op, map_.value.shape, sources, operations))
     return signature
 

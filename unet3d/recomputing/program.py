@@ -18,8 +18,8 @@ from unet3d.base.fit import fit
 from unet3d.base.types import mib
 from unet3d.recomputing import search
 from unet3d.recomputing.compiler import Sizes
-from unet3d.recomputing.graph import DROPOUTS, Value
-from unet3d.recomputing.groups import first_of_group, spans
+from unet3d.recomputing.graph import DROPOUTS, Value, gives_view
+from unet3d.recomputing.groups import spans
 from unet3d.recomputing.maps import Map, Maps
 from unet3d.recomputing.readable import Code
 from unet3d.recomputing.rules import RULES, Span
@@ -273,7 +273,7 @@ def work_line(program: Program) -> str:
     for map_ in program.maps.whole:
         if FEW * max(value.shape.numel() for value in (*map_.fused, *map_.sources)) < largest:
             continue
-        value = first_of_group(map_.fused)
+        value = next((value for value in map_.fused if not gives_view(value.target)), map_.value)
         whole[f"{value.op} in {value.layer}" if value.layer else value.op] = None
     if not whole:
         return work

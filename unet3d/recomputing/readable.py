@@ -188,7 +188,10 @@ class Look:
         if kind is tuple or kind is list or kind is deque:
             return kind, *map(self, value)
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            self.tensors.append(value)
+            version = None if value.is_inference() else value._version
+            memory = value.untyped_storage()._cdata
+            return Same(value), version, memory, value.shape, value.dtype, value.requires_grad
         if kind is FunctionType:
             return value if is_library(value.__module__, self.code.packages) else self._function(value)
         if isinstance(value, type):
@@ -207,12 +210,6 @@ class Look:
             is_data = not name.startswith("__") and name != SCHEDULES and type(member) is not GetSetDescriptorType
             if is_data or type(member) is FunctionType:
                 yield name, self(member)
-
-    def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
-        self.tensors.append(tensor)
-        version = None if tensor.is_inference() else tensor._version
-        memory = tensor.untyped_storage()._cdata
-        return Same(tensor), version, memory, tensor.shape, tensor.dtype, tensor.requires_grad
 
     def _function(self, function: FunctionType) -> tuple[Any, ...]:
         self.functions.append(function)

@@ -245,8 +245,17 @@ class Executor:
         # The gradients of a sum's terms may all be rows of the gradient: what is written over it comes last.
         sinks: dict[Value, Sink] = {}
         for value in sorted(places, key=lambda value: places[value] == "gradient"):
-            sinks[value] = self._sink(plan, value, places[value], gradient)
-            if completed is not None and places[value] == "map":
+            place = places[value]
+            known = self.gradients.get(value) if place == "add" else None
+            if known is not None:
+                sinks[value] = Sink(axis, known, adds=True)
+            elif len(plan.tiles) == 1 and plan.tiles[0].spans[value] == (0, value.shape[axis]):
+                sinks[value] = Sink(axis)
+            elif place == "gradient":
+                sinks[value] = Sink(axis, gradient)
+            else:
+                sinks[value] = Sink(axis, self.maps[value] if place == "map" else self._empty(value.shape))
+            if completed is not None and place == "map":
                 sinks[value].complete = partial(self._complete, completed)
         for tile, following in zip_longest(plan.tiles, plan.tiles[1:]):
             rows = rows_of(gradient, axis, tile.span)
@@ -266,18 +275,6 @@ class Executor:
             self.gradients[value] = sink.target
             if places[value] == "map":
                 self.maps.pop(value, None)
-
-    def _sink(self, plan: MapPlan, value: Value, place: Place, gradient: Tensor) -> Sink:
-        """Return where the gradient of a source is collected."""
-        axis = self.state.axis
-        known = self.gradients.get(value) if place == "add" else None
-        if known is not None:
-            return Sink(axis, known, adds=True)
-        if len(plan.tiles) == 1 and plan.tiles[0].spans[value] == (0, value.shape[axis]):
-            return Sink(axis)
-        if place == "gradient":
-            return Sink(axis, gradient)
-        return Sink(axis, self.maps[value] if place == "map" else self._empty(value.shape))
 
     def _empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape, dtype=self.state.dtype, device=self.device)

@@ -84,16 +84,12 @@ class StageCache:
 
     def cost(self, table: Masks) -> Cost:
         """Return the cost of that schedule."""
-        state = 0
-        alive = 0
-        total = 0
-        work = 0.0
-        most_bytes = 0
+        state = alive = total = most_bytes = most_maps = 0
         most_stage = self.sizes.count
-        most_maps = 0
+        work = 0.0
         for number in range(self.sizes.count, -1, -1):
-            placed = self._placed[number].get((state, table[number]))
-            stage, state = placed or self._place(number, state, table[number])
+            stays = table[number]
+            stage, state = self._placed[number].get((state, stays)) or self._place(number, state, stays)
             _, growth, most, maps, shares, _ = stage
             if most is not None:
                 most += alive
@@ -135,11 +131,8 @@ class StageCache:
     def _forward(self, stays: int) -> Stage:
         """Return the forward pass, joined from the making of one map after the other."""
         instructions: list[Instruction] = []
+        alive = growth = most = maps = 0
         work = 0.0
-        alive = 0
-        growth = 0
-        most = 0
-        maps = 0
         for index, last_reads in enumerate(self._last_reads):
             staying = last_reads & stays
             stage = self._made.get((index, staying))
@@ -171,11 +164,9 @@ class StageCache:
             waiting = [number]
             while waiting:
                 for source in sizes.sources[waiting.pop()]:
-                    is_new = not maps >> source & 1
-                    is_there = alive >> source & 1
-                    maps |= 1 << source
-                    if is_new and not is_there:
+                    if not (maps | alive) >> source & 1:
                         waiting.append(source)
+                    maps |= 1 << source
             self._concerned[key] = maps
         return self._concerned[key]
 
@@ -355,11 +346,6 @@ class Front:
         excess = max(0.0, cost.work - limit - LITTLE_WORK)
         return cost, cost.bytes + MEAN * cost.mean + self.largest * (PRICE * cost.work + 10 * excess)
 
-    def schedules(self) -> list[Schedule]:
-        """Return the schedules, from the most bytes to the least."""
-        ordered = sorted(self.points, reverse=True)
-        return [self.stages.schedule(self.points[point]) for point in ordered]
-
 
 @collector_resting()
 def front(sizes: Sizes) -> list[Schedule]:
@@ -383,7 +369,8 @@ def front(sizes: Sizes) -> list[Schedule]:
         other = _improve(best, elsewhere, limit, tries // ROUNDS, draw)
         _, table_of_least = min(least, other, key=itemgetter(0))
         _improve(best, table_of_least, limit, tries // ROUNDS, draw)
-    return best.schedules()
+    ordered = sorted(best.points, reverse=True)  # From the most bytes to the least.
+    return [best.stages.schedule(best.points[point]) for point in ordered]
 
 
 def _starts(sizes: Sizes) -> Iterator[Table]:

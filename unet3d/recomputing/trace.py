@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any
@@ -25,7 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -252,12 +253,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@dataclass
 class Watch:
-    """A watch over one trace. `cause`: a line about the first thing that a trace cannot carry."""
+    """A watch over one trace of a network of this class."""
 
-    def __init__(self, network: nn.Module) -> None:
-        self.name = type(network).__name__
-        self.cause: str | None = None
+    name: str
+    cause: str | None = None  # a line about the first thing that a trace cannot carry
 
     def refuse(self, problem: str, frame: FrameType | None = None) -> None:
         """Raise UserError, and keep the first line, since torch.export may raise another error in its place."""
@@ -272,7 +273,7 @@ def watched(network: nn.Module) -> Iterator[tuple[nn.Module, Watch]]:
 
     The twin shares the network's layers. It has none of the network's own hooks, which run around a pass.
     """
-    watch = Watch(network)
+    watch = Watch(type(network).__name__)
     twin = without_hooks(network)
     forward = twin.forward
 
@@ -358,7 +359,11 @@ def _apply(watch: Watch) -> Callable[..., Any]:
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind is CheckpointFunction:
-            return _call_checkpointed(watch, *args)
+            function, _, *inputs = args
+            if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs):
+                problem = "torch.utils.checkpoint(use_reentrant=True) of what needs no gradient gives its weights none"
+                watch.refuse(f"{problem}; give it use_reentrant=False")
+            return function(*inputs)  # Without checkpoint, gradients are the same.
         if name not in TRACEABLE_FUNCTIONS:
             problem = f"{name} has a backward of its own, which a trace does not see"
             advice = "compute it by torch's operations, or leave this network to torch.utils.checkpoint"
@@ -366,14 +371,6 @@ def _apply(watch: Watch) -> Callable[..., Any]:
         return original(kind, *args, **kwargs)
 
     return apply
-
-
-def _call_checkpointed(watch: Watch, function: Callable[..., Any], _: bool, *args: Any) -> Any:
-    """Return the result of a part that is checkpointed with use_reentrant=True: without it, gradients are the same."""
-    if not any(isinstance(argument, Tensor) and argument.requires_grad for argument in args):
-        problem = "torch.utils.checkpoint(use_reentrant=True) of what needs no gradient gives its weights none"
-        watch.refuse(f"{problem}; give it use_reentrant=False")
-    return function(*args)
 
 
 def _refused(watch: Watch, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -411,16 +408,12 @@ def marked() -> Iterator[None]:
     with ExitStack() as patches:
         for passes in (replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass):
             name = passes.__name__.rpartition(".")[2]
-            patches.enter_context(mock.patch.object(passes, name, _stays))
+            # The pass makes graphs of parts of a graph, which then stays one.
+            patches.enter_context(mock.patch.object(passes, name, lambda module, signature: (module, signature)))
         patches.enter_context(mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", SMALL))
         patches.enter_context(mock.patch.object(torch.inference_mode, "__enter__", _entered))
         patches.enter_context(_Detached())
         yield
-
-
-def _stays(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
-    """Return a graph as it is, in the place of a pass that makes graphs of parts of it."""
-    return module, signature
 
 
 def _entered(mode: torch.inference_mode, enter: Callable[..., None] = torch.inference_mode.__enter__) -> None:
