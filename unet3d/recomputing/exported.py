@@ -161,7 +161,7 @@ class Reader:
             fault = f"forward turns on torch.autocast with {self.precision.dtype} by itself"
             raise refusal(node, fault, ", which recompute does not follow; call the network within it instead")
         if op.startswith("_assert"):
-            return  # of types and sizes, which are those of the example
+            return  # It is about types and sizes, which are those of the example.
         if call.is_random() and args and isinstance(args[0], Value):
             if op not in DROPOUTS:
                 self._read_numbers(node, call)
@@ -347,7 +347,7 @@ class Reader:
         if isinstance(leaf, Value):
             stays = not has_gradients(leaf.dtype)
         else:
-            stays = leaf.name in self.program.graph_signature.buffers  # which a normalisation may change
+            stays = leaf.name in self.program.graph_signature.buffers  # A normalisation may change them.
         if stays or leaf in self.without_gradient:
             return leaf
         if leaf not in self.detached:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
-DEVICE = torch.ops.prim.device.default  # called for fake tensors only
+DEVICE = torch.ops.prim.device.default  # Called for fake tensors only.
 
 
 def _operations(names: str) -> set[Any]:
@@ -112,11 +112,11 @@ def _corrected(func: Any, args: Sequence[Any], result: Any) -> Any:
         output, *statistics = result
         return output, *(_in_type(statistic, weight.dtype) for statistic in statistics)
     if func is NORMALISE_BACKWARD and not args[-1][0]:
-        return None, *result[1:]  # a gradient that nobody asked for
+        return None, *result[1:]  # Nobody asked for that gradient.
     if func is LAYER_NORM_BACKWARD and result[0] is not None:
-        return result[0].contiguous(), *result[1:]  # not with the strides of the input
+        return result[0].contiguous(), *result[1:]  # The fake one has the strides of the input.
     if func is GROUP_NORM_BACKWARD and result[0] is not None:
-        return _in_type(result[0], args[1].dtype), *result[1:]  # in the type of the input, not of the weight
+        return _in_type(result[0], args[1].dtype), *result[1:]  # The fake one has the type of the weight.
     return result
 
 
@@ -182,8 +182,8 @@ class GradientSums:
     """
 
     def __init__(self) -> None:
-        self._owners = UNKNOWN  # counts of references to the last first term
-        self._sole_owner = UNKNOWN  # those of a gradient that autograd alone holds
+        self._owners = UNKNOWN  # Counts of references to the last first term.
+        self._sole_owner = UNKNOWN  # Those of a gradient that autograd alone holds.
 
     def try_out(self) -> None:
         """Learn the counts of a gradient that autograd alone holds, below the modes that are active."""
@@ -213,7 +213,7 @@ class _TryOut(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # with True, torch loads its compiler
+        return False  # With True, torch loads its compiler.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._sums.is_in_place(func, args)

@@ -21,10 +21,10 @@ from unet3d.recomputing.rules import Rule, Span
 from unet3d.recomputing.rules.pointwise import POINTWISE
 
 SUMS = ("add", "sub")
-SMALL = 8  # bytes of a segment, on either side of a map, to those of the map at which a group is cut
+SMALL = 8  # A group is cut at a map of which a segment on either side has so many times the bytes.
 # How a dimension of a result is found in the arguments of operations.
 MATCHED = {*POINTWISE.split(), "add", "dropout", "leaky_relu", "relu", "sub", "to"}
-SIZED = ("view", "reshape", "_unsafe_view")  # their second argument is the size of the result
+SIZED = ("view", "reshape", "_unsafe_view")  # Their second argument is the size of the result.
 OTHER_VIEWS = "chunk flatten permute select slice split transpose unbind unflatten unsqueeze"
 PRODUCTS = ("matmul", "bmm")
 ATTENTION = "scaled_dot_product_attention"
@@ -79,7 +79,7 @@ def _add_shared(graph: Graph, grouped: Set[Value], users: Users, results: set[Va
             if reader in grouped:
                 reached |= results_from[reader]
         is_read_elsewhere = any(reader not in grouped for reader in readers)
-        is_of_several = len(reached) > 1 and not gives_view(value.target)  # a view is taken anew in each
+        is_of_several = len(reached) > 1 and not gives_view(value.target)  # A view is taken anew in each.
         if is_read_elsewhere or is_of_several:
             results.add(value)
         results_from[value] = {value} if value in results else reached
@@ -88,7 +88,7 @@ def _add_shared(graph: Graph, grouped: Set[Value], users: Users, results: set[Va
 def _cuts(group: Sequence[Value]) -> list[Value]:
     """Return the values at which a group is cut."""
     waists = _waists(group)
-    sums = []  # of maps
+    sums = []  # Sums of maps.
     for place in waists:
         value = group[place]
         is_of_maps = len(value.inputs) > 1 and all(source.shape == value.shape for source in value.inputs)

@@ -20,7 +20,7 @@ from unet3d.recomputing.groups import SUMS, Along, grouped_values, longest, resu
 from unet3d.recomputing.rules import RULES, TRACKING, Rule
 from unet3d.recomputing.rules.resampling import in_two_steps
 
-TRAFFIC = 40  # multiplications and additions that take as long as to read and write one number
+TRAFFIC = 40  # So many multiplications and additions take as long as to read and write one number.
 
 
 def _operations_without_rule(value: Value) -> int:
@@ -34,7 +34,7 @@ def _operations_without_rule(value: Value) -> int:
     try:
         with counter:
             carried_out(value, tensors)
-    except (RuntimeError, NotImplementedError, TypeError):  # not on meta
+    except (RuntimeError, NotImplementedError, TypeError):  # It does not run on meta.
         return 0
     return int(counter.get_total_flops()) // 2
 

@@ -88,7 +88,7 @@ class Executor:
         for instruction in self.instructions:
             self.execute(instruction)
         for map_ in self.by_index:
-            if map_.value not in self.program.wanted:  # nothing before it is trained, and no gradient was completed
+            if map_.value not in self.program.wanted:  # Nothing before it is trained, and no gradient was completed.
                 self._close_sums(map_)
         self.state.close_gradients()
         return self.gradients.pop(graph.image, None)
@@ -191,7 +191,7 @@ class Executor:
         gradient = self.gradients.pop(map_.value)
         places: dict[Value, Place] = {self.by_index[source].value: place for source, place in targets}
         image = self.program.maps.graph.image
-        if image in self.program.wanted and image in map_.sources:  # which schedules do not know
+        if image in self.program.wanted and image in map_.sources:  # Schedules do not know the image.
             places[image] = "new" if self.gradients.get(image) is None else "add"
         if gradient is None:
             for value, place in places.items():
@@ -269,7 +269,7 @@ class Executor:
                     part = RowGradient(self._empty(shape_of_rows(value, axis, (first, end))).zero_(), True)
                 sink.add(first, part, end if following is None else following.spans[value][0])
                 del part
-            sent.clear()  # before the next tile's rows are made
+            sent.clear()  # The next tile's rows are made without them.
         for value, sink in sinks.items():
             sink.clear(value.shape[axis])
             self.gradients[value] = sink.target
@@ -383,7 +383,7 @@ class RecomputeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        image, *_ = ctx.saved_tensors  # raises if a tensor was changed in between, or after a first backward pass
+        image, *_ = ctx.saved_tensors  # This raises if a tensor was changed in between, or after a first backward pass.
         run = ctx.run
         ctx.run = None
         if run is None:

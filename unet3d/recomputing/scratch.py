@@ -48,7 +48,7 @@ class PeakBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # with True, torch loads its compiler
+        return False  # With True, torch loads its compiler.
 
     def __enter__(self) -> "PeakBytes":
         if self._sums is not None:
@@ -130,7 +130,7 @@ def plain_bytes(network: nn.Module, image: Tensor, autocast: torch.dtype | None,
             with count:
                 with torch.autocast(image.device.type, dtype=autocast, enabled=autocast is not None):
                     outputs = torch.func.functional_call(without_hooks(network), fake_tensors, (fake_image,))
-                    torch.clear_autocast_cache()  # as where the outermost context ends
+                    torch.clear_autocast_cache()  # The outermost context ends so.
                 leaves = _pytree.tree_leaves(outputs)
                 loss = _Loss.apply(*(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad))
                 del outputs, leaves
@@ -207,7 +207,7 @@ class _Meter:
         self.short = run.program
         self.operations = sum(map_.operations for map_ in program.maps.maps)
         self.count = PeakBytes(has_workspaces=not program.on_cpu)
-        self.given: set[int] = set()  # storages that are not counted
+        self.given: set[int] = set()  # Storages that are not counted.
 
     def workspaces(self, map_: Map, of_make: int) -> tuple[Workspace, Workspace]:
         """Return the bytes of all instructions of a map, those of `compute` known; also with streamed stems."""

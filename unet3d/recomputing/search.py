@@ -178,9 +178,9 @@ def compile_schedule(sizes: Sizes, keep: Masks) -> Schedule:
 
 # Search
 
-Table = list[int]  # a table to be changed
+Table = list[int]  # A table to be changed.
 Flip = tuple[int, int]  # a stage, and a map that stays after it from now on, or no longer does
-AT_PEAK = 0.5  # of the changes: less stays where the peak is
+AT_PEAK = 0.5  # So many of the changes let less stay where the peak is.
 FIRST_GAP = slice(0, 1)  # after the forward pass
 LAST_GAP = slice(-1, None)
 ALL_GAPS = slice(None)
@@ -306,17 +306,17 @@ def _gaps(sizes: Sizes, index: int) -> list[range]:
     return gaps
 
 
-LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # of work, in forward passes, exceeded by LITTLE_WORK
-LITTLE_WORK = 0.14  # forward passes: small convolutions, sums
-MOST_WORK = 2.2  # forward passes in all; beyond, memory falls by little
-TRIES = 3000  # tables, for each limit
+LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # Work in forward passes, which may exceed it by LITTLE_WORK.
+LITTLE_WORK = 0.14  # It is that of small convolutions and sums, in forward passes.
+MOST_WORK = 2.2  # It is in forward passes; beyond it, memory falls by little.
+TRIES = 3000  # So many tables are tried for each limit.
 FEWEST_TRIES = 50
-LOOKS = 3_000_000  # entries of all tables: of many maps fewer tables are tried
-ROUNDS = 3  # of these tries: from the limit's best table, from one of more work, and from the best of both
-DESCENTS = 3  # of the first tables, the best of the last limit
-SHARE_OF_DESCENT = 1 / 6  # of the tries of a limit
-MUCH_WORK = 1.3  # from this limit on the other table is that of the least memory
-STEP = 0.15  # before, the best of a limit so much higher
+LOOKS = 3_000_000  # So many entries of tables are tried: of many maps fewer tables.
+ROUNDS = 3  # They start from the limit's best table, from one of more work, and from the best of both.
+DESCENTS = 3  # So many of the first tables, the best of the last limit, are followed down.
+SHARE_OF_DESCENT = 1 / 6  # It is of the tries of a limit.
+MUCH_WORK = 1.3  # From this limit on the other table is that of the least memory.
+STEP = 0.15  # Before, it is the best of a limit so much higher.
 HEAT = 0.03  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
 PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else work up to the limit is done in vain
 MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
@@ -353,7 +353,7 @@ def front(sizes: Sizes) -> list[Schedule]:
     best = Front(sizes)
     tries = max(FEWEST_TRIES, LOOKS // sizes.count**2)
     tries = min(TRIES, tries)
-    starts: dict[float, Table] = {}  # by their scores
+    starts: dict[float, Table] = {}  # The keys are their scores.
     for table in _starts(sizes):
         cost, score = best.scored(table, LIMITS[-1])
         best.add(cost.bytes, cost.work, table)

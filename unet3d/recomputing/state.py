@@ -93,7 +93,7 @@ class State:
             total = gradient.to(tensor.dtype).view(tensor.shape)
             self.gradients[weight.name] = total.contiguous()
         else:
-            gradient = gradient.to(total.dtype)  # of two types, add_ would convert unseen by any ledger
+            gradient = gradient.to(total.dtype)  # Of two types, add_ would convert unseen by any ledger.
             total.add_(gradient.view(total.shape))
 
     def close_tile(self) -> None:

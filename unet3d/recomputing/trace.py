@@ -44,7 +44,7 @@ from unet3d.recomputing.state import only_watches
 TORCH = str(Path(torch.__file__).parent) + os.sep
 # What tensors with data do not raise.
 WITHOUT_DATA = re.compile(r"fake ?tensor|meta|\.numpy\(\)|data pointer|storage", re.IGNORECASE)
-FACTORS = (2, 4, 8, 16, 32, 64)  # of lengths that a network may ask for
+FACTORS = (2, 4, 8, 16, 32, 64)  # Multiples of these are lengths that a network may ask for.
 
 # What torch.export says, in parts of its lines, and what that is in words.
 CAUSES = (
@@ -80,7 +80,7 @@ def trace(model: nn.Module, image: Tensor) -> Graph:
             return Reader(program, model).graph()
         except UserError:
             raise
-        except Exception as error:  # torch.export has no common type of error
+        except Exception as error:  # torch.export has no common type of error.
             names = re.findall(r"<class '([^']*)'>", str(error)) or ["an object of its own"]
             problem = next((cause.format(*names) for part, cause in CAUSES if part in str(error)), None)
             line = watch.cause
@@ -408,7 +408,7 @@ def marked() -> Iterator[None]:
     with ExitStack() as patches:
         for passes in (replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass):
             name = passes.__name__.rpartition(".")[2]
-            # The pass makes graphs of parts of a graph, which then stays one.
+            # Without the pass, parts of the graph stay in it.
             patches.enter_context(mock.patch.object(passes, name, lambda module, signature: (module, signature)))
         patches.enter_context(mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", SMALL))
         patches.enter_context(mock.patch.object(torch.inference_mode, "__enter__", _entered))

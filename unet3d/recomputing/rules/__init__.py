@@ -145,7 +145,7 @@ def gradients_by_autograd(
         if of_weight is None:
             continue
         if memory_of(of_weight) in memory:
-            of_weight = of_weight.clone()  # the gradient of a sum's terms is the same tensor, and is added to
+            of_weight = of_weight.clone()  # The gradient of a sum's terms is the same tensor, and is added to.
         memory.add(memory_of(of_weight))
         state.add_gradient(Weight(name, of_weight.shape), of_weight)
     return [computed.pop(0) if leaf.requires_grad else None for leaf in leaves]
@@ -187,7 +187,7 @@ def memory_of(tensor: Tensor) -> int:
 
 def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
     """Return N C D H W with zeros before and behind it along a dimension."""
-    of_later = [0, 0] * (4 - dimension)  # two for each dimension, from the last on
+    of_later = [0, 0] * (4 - dimension)  # There are two for each dimension, from the last on.
     return F.pad(x, [*of_later, before, behind])
 
 

@@ -65,8 +65,8 @@ def three(numbers: int | Sequence[int]) -> Three:
     return 3 * numbers if len(numbers) == 1 else numbers
 
 
-FEWEST_CHANNELS = 4  # of the input: of fewer torch's own kernel is not slower
-HALF_PRECISION = 2  # bytes of a number, which oneDNN takes whatever the size
+FEWEST_CHANNELS = 4  # Of fewer channels of the input, torch's own kernel is not slower.
+HALF_PRECISION = 2  # Numbers of so many bytes go to oneDNN, whatever the size.
 
 
 class Halves(NamedTuple):
@@ -189,7 +189,7 @@ class Convolution(AnyConvolution):
         if not super().serves(value, axis):
             return False
         _, padding, reach = settings_of(value).along(axis)
-        return padding < reach  # else some rows are made from padding alone
+        return padding < reach  # Else some rows are made from padding alone.
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         low, high = self._reach(value, axis, span)
@@ -304,7 +304,7 @@ class TransposedConvolution(AnyConvolution):
             return TileInput(rows, padding, settings.output_padding)
         before = first + padding_before - low * stride
         behind = (high - low - 1) * stride + reach - before - work.rows
-        left_out = min(before, behind)  # of rows that are not asked for, torch leaves out as many at both ends
+        left_out = min(before, behind)  # Of rows that are not asked for, torch leaves out as many at both ends.
         padding[axis - 2] = left_out
         output_padding = list(settings.output_padding)
         output_padding[axis - 2] = 0

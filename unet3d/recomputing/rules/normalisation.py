@@ -22,8 +22,8 @@ from unet3d.recomputing.rules import Gradients, Work, rule
 from unet3d.recomputing.rules.pointwise import Pointwise, multiplied
 from unet3d.recomputing.state import State
 
-LARGE = 2**24  # numbers from which on a kernel of few blocks takes longer than one more launch
-BLOCKS = 1024  # that keep all multiprocessors of a GPU at work
+LARGE = 2**24  # From so many numbers on a kernel of few blocks takes longer than one more launch.
+BLOCKS = 1024  # So many keep all multiprocessors of a GPU at work.
 
 
 # Statistics
@@ -208,7 +208,7 @@ class Normalisation(Pointwise):
         if not super().serves(value, axis) or len(value.inputs) != 1:
             return False
         if value.inputs[0].op == "image":
-            return False  # statistics are taken of what the schedule makes
+            return False  # Statistics are taken of what the schedule makes.
         return all(isinstance(weight, Weight | None) for weight in weight_and_bias(value))
 
     def run(self, work: Work, inputs: Sequence[Tensor]) -> Tensor:
@@ -237,7 +237,8 @@ class Normalisation(Pointwise):
         mean, scale, _, ones = norm.of_channels()
         if state.on_cpu:
             gradient = gradient.contiguous()
-        is_fused = work.wanted[0] and not state.on_cpu  # of rows too: in one launch, into new memory
+        # Gradients of rows come with the sums, in one launch, into new memory.
+        is_fused = work.wanted[0] and not state.on_cpu
         if state.takes_sums or is_fused:
             wanted = [is_fused, state.takes_sums, state.takes_sums]
             rows = known[0].contiguous() if state.on_cpu else known[0]
@@ -342,7 +343,7 @@ class Norm(NamedTuple):
     def close_sums(self) -> None:
         """Add to the gradients of weight and bias what has been summed up, when all rows have gone by."""
         state = self.state
-        state.prepared.pop(("completion", self.value), None)  # of another part of the gradient
+        state.prepared.pop(("completion", self.value), None)  # It is that of another part of the gradient.
         state.prepared.pop(("of weight", self.value), None)
         if self.value not in state.sums:
             return

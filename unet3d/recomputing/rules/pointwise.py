@@ -74,7 +74,7 @@ class Rectified(Pointwise):
 
     def gradients(self, work: Work, known: list[Tensor], gradient: Tensor) -> Gradients:
         slope = _slope(work.value)
-        settings: tuple[float, ...] = (slope, True)  # what is given is the result, not the input
+        settings: tuple[float, ...] = (slope, True)  # The result is given, not the input.
         backward = torch.ops.aten.leaky_relu_backward
         if slope == 0:
             settings = (0,)
@@ -135,7 +135,7 @@ class Sum(Pointwise):
             of_term = gradient if factor == 1 else gradient * factor
             if isinstance(term, Weight):
                 of_weight = of_term.sum_to_size(term.shape)
-                if of_weight.numel() == of_term.numel():  # the gradient's memory, which may be written over
+                if of_weight.numel() == of_term.numel():  # It lies in the gradient's memory, which may be written over.
                     of_weight = of_weight.clone()
                 work.state.add_gradient(term, of_weight)
                 continue
@@ -242,7 +242,7 @@ class Pad(Pointwise):
     """Padding along any axes but the rows', in any mode."""
 
     def serves(self, value: Value, axis: int) -> bool:
-        place = 2 * (4 - axis)  # of two numbers for each dimension, from the last on
+        place = 2 * (4 - axis)  # There are two numbers for each dimension, from the last on.
         return not any(value.argument(1)[place : place + 2]) and super().serves(value, axis)
 
 

@@ -29,7 +29,7 @@ class Pool(Rule):
         if kernel != stride or dilation != (1, 1, 1) or three(value.argument(3, 0))[axis - 2] > 0:
             return False
         if value.element not in (None, 0):
-            return False  # the indices of the largest numbers count voxels of the whole map
+            return False  # Indices of the largest numbers count voxels of the whole map.
         return super().serves(value, axis)
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
@@ -82,14 +82,14 @@ class Interpolation(Rule):
         if any(length % before != 0 for length, before in zip(value.shape[2:], value.inputs[0].shape[2:], strict=True)):
             return False
         if any(isinstance(scale, float) and scale != round(scale) for scale in leaves(value.args[2:])):
-            return False  # of 5 rows, 2.1 makes 10 at other places than 2 does
+            return False  # Of 5 rows, 2.1 makes 10 at other places than 2 does.
         aligns_corners = value.op == "upsample_trilinear3d" and value.argument(2, False)
         return not aligns_corners
 
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         length = value.inputs[0].shape[axis]
         factor = value.shape[axis] // length
-        margin = 0 if value.op == "upsample_nearest3d" else 1  # rows that a row reads on each side
+        margin = 0 if value.op == "upsample_nearest3d" else 1  # A row reads so many rows on each side.
         first, end = span
         return [(max(first // factor - margin, 0), min(math.ceil(end / factor) + margin, length))]
 
@@ -135,7 +135,7 @@ class Interpolation(Rule):
         if value.op == "upsample_nearest3d":
             count = (high - low) * factor
         elif count == high - low and factor > 1:
-            count += 1  # of as many rows as there are, torch makes a copy, whatever the factor
+            count += 1  # Of as many rows as there are, torch makes a copy, whatever the factor.
         size[axis - 2] = count
         return before, size, [float(factor) for factor in factors]
 
