@@ -206,6 +206,7 @@ class InChunks(torch.autograd.Function):
                 sums[name] = sums[name].sum(0, keepdim=True)
                 shared.append(sums[name])
         ranks.all_reduce_sum(shared)
+        del shared  # The sums that are replaced below end there.
         ctx.shares = 1 if options.batch_dice else ranks.count()  # Other ranks have their share of the mean over images.
         value = _value_of(sums, ctx.shares, has_background=options.regions is None)
         ctx.save_for_backward(logits, label, *map(sums.get, ("overlap", "size", "weight")))

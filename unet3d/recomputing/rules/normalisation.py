@@ -58,6 +58,7 @@ def take_statistics(value: Value, raw: Tensor, state: State) -> None:
         unbiased = variance * (voxels / max(voxels - 1, 1))
         for average, now in zip(averages, (mean, unbiased), strict=True):
             average.lerp_(now.view(images, -1).mean(0).to(average.dtype), momentum)
+        del unbiased, now  # What follows takes their memory.
     inverse_std = (variance + eps).rsqrt()
     state.statistics[value] = mean.view(images, -1), inverse_std.view(images, -1), voxels
 
