@@ -31,7 +31,7 @@ from unet3d.data import restore
 from unet3d.data.cases import Case
 from unet3d.data.intensity import Intensity
 from unet3d.data.patches import PreparedCase, prepare
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.prepare import CaseReader
 from unet3d.data.restore import ArgmaxCollector
 from unet3d.data.volume import canonical_grid
 from unet3d.model.unet import UNet3D

@@ -42,7 +42,7 @@ from unet3d.config.schema import Data
 from unet3d.data.cases import read_dataset
 from unet3d.data.check import check_cases, summary
 from unet3d.data.intensity import intensity_rules
-from unet3d.data.preprocess import CaseReader, usable
+from unet3d.data.prepare import CaseReader, usable
 from unet3d.data.splits import split
 from unet3d.report import compare, compared_runs, memory_plots, plots, report
 from unet3d.report.report import print_summary

@@ -28,7 +28,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Augment, Config, Data
-from unet3d.data import cache, loader, preprocess
+from unet3d.data import cache, loader, prepare
 from unet3d.data.cache import DiskCache, key_of
 from unet3d.data.cases import Case
 from unet3d.data.patches import Patches, PreparedCase, crop
@@ -63,8 +63,7 @@ def stream(data: Data, workers: int, tile: list[int]) -> list[list[Batch]]:
 
 
 def equal(a: PreparedCase, b: PreparedCase) -> bool:
-    pairs = [*zip(a.foreground, b.foreground, strict=True)]
-    voxels = all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+    voxels = np.array_equal(a.centres, b.centres) and a.centres.dtype == b.centres.dtype
     return torch.equal(a.image, b.image) and torch.equal(a.label, b.label) and voxels and a.spacing == b.spacing
 
 
@@ -121,7 +120,7 @@ def test_a_run_has_the_same_weights_and_scores(finished: Path, tmp_path: Path) -
 
 def test_nothing_is_read_or_written_again_by_the_next_run(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     first, before = ready(data), entries(Path(data.cache_root or ""))
-    monkeypatch.setattr(preprocess, "read_volume", lambda *of: pytest.fail("a volume is read"))
+    monkeypatch.setattr(prepare, "read_volume", lambda *of: pytest.fail("a volume is read"))
     second = ready(data)
     assert entries(Path(data.cache_root or "")) == before
     assert all(equal(first.read(one), second.read(one)) for one in first.train)
@@ -134,7 +133,7 @@ def test_other_numbers_need_another_format(data: Data) -> None:
     one = found.read(found.train[0])
     ramp = torch.linspace(-1, 1, one.label.numel(), dtype=torch.float64)
     image = (one.image.double().flatten() * ramp).sum().item()
-    voxels = [int(group.astype(np.int64).sum()) for group in one.foreground]
+    voxels = [int(one.centres_of(number).astype(np.int64).sum()) for number in range(one.classes)]
     assert (cache.FORMAT, one.spacing, int(one.label.sum()), voxels) == (4, (1.3, 1.1, 2.0), -210_031, [57_369])
     assert image == pytest.approx(-119.06, rel=1e-3)
 
@@ -328,8 +327,8 @@ def blind_to_options(hashes: object, *options: object) -> str:
 
 
 @promise("Data", "a file or an ...")
-@without("unet3d.data.preprocess.key_of", blind_to_files)
-@without("unet3d.data.preprocess.key_of", blind_to_options)
+@without("unet3d.data.prepare.key_of", blind_to_files)
+@without("unet3d.data.prepare.key_of", blind_to_options)
 def test_files_and_options_that_change_have_other_entries(data: Data) -> None:
     root = Path(data.cache_root or "")
     data.intensity = "none"
@@ -367,7 +366,7 @@ def test_the_scale_of_ct_follows_the_training_cases(data: Data) -> None:
 
 @promise("Data", "a file or an ...")
 def test_a_file_that_changes_while_it_is_prepared_is_not_kept(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = preprocess.read_volume
+    read = prepare.read_volume
 
     def then_changed(one: Case, *of: object) -> object:
         volume = read(one, *of)  # type: ignore[arg-type]
@@ -376,7 +375,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_not_kept(data: Data, monkey
         return volume
 
     data.intensity = "zscore"
-    monkeypatch.setattr(preprocess, "read_volume", then_changed)
+    monkeypatch.setattr(prepare, "read_volume", then_changed)
     with pytest.raises(UserError, match=r"^b: .*imagesTr/b\.nii\.gz: [^\n]*$"):
         ready(data)
     assert len(entries(Path(data.cache_root or ""))) == 3

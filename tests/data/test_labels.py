@@ -22,8 +22,7 @@ from unet3d.data.cache import key_of
 from unet3d.data.cases import read_dataset
 from unet3d.data.check import check_cases, summary
 from unet3d.data.labels import class_names, options_for, written_values, written_words
-from unet3d.data.prepare import prepare_data
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.prepare import CaseReader, prepare_data
 from unet3d.data.splits import split
 from unet3d.run.training_state import fingerprint
 
@@ -295,7 +294,7 @@ def blind_to_options(hashes: object, *_: object) -> str:
     return key_of(hashes)
 
 
-@without("unet3d.data.preprocess.key_of", blind_to_options)
+@without("unet3d.data.prepare.key_of", blind_to_options)
 def test_what_is_cached_and_what_a_run_rests_on_differ_by_the_map(tmp_path: Path) -> None:
     data = decathlon(tmp_path)
     keys, grounds = set(), []

@@ -27,7 +27,16 @@ from unet3d.base.errors import LoaderError, UserError
 from unet3d.base.types import IGNORE, Batch
 from unet3d.config.schema import Augment, Config, Data
 from unet3d.data.loader import batches, lost, micro_batches, worker_count
-from unet3d.data.patches import MAX_CENTRES, Patches, PatchIndex, PreparedCase, choose_centre, crop, foreground, prepare
+from unet3d.data.patches import (
+    MAX_CENTRES,
+    Patches,
+    PatchIndex,
+    PreparedCase,
+    choose_centre,
+    crop,
+    patch_centres,
+    prepare,
+)
 from unet3d.training import trainer
 
 
@@ -246,7 +255,7 @@ def test_the_ignore_label_is_no_foreground() -> None:
     label = np.full((4, 4, 4), 255, np.uint8)
     label[1, 2, 3] = 1
     prepared = prepare("a", np.zeros((1, 4, 4, 4), np.float32), label, (1.0, 1.0, 1.0), 255)
-    assert [voxels.tolist() for voxels in prepared.foreground] == [[[1, 2, 3]]]
+    assert prepared.centres.tolist() == [[0, 1, 2, 3]]
     assert (prepared.label == IGNORE).sum() == 63
 
 
@@ -258,7 +267,7 @@ def every_nth(count: int, most: int) -> np.ndarray:
 @without("unet3d.data.patches.subsample_indices", every_nth)
 def test_kept_centres_are_of_all_planes() -> None:
     """40 voxels for one that is kept, and rows of 10: every 40th would lie in the first plane."""
-    (found,) = foreground(np.ones((200, 200, 10), np.int16))
+    found = patch_centres(np.ones((200, 200, 10), np.int16))[:, 1:]
     assert len(found) == MAX_CENTRES
     assert all(len(np.unique(found[:, axis])) == n for axis, n in enumerate((200, 200, 10)))
 

@@ -21,7 +21,7 @@ from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.compose import compose, to_plain
 from unet3d.config.schema import Config, Data
-from unet3d.data import preprocess
+from unet3d.data import prepare
 from unet3d.data.intensity import Intensity, Seen, checked_intensity, intensity_rules, normalise
 from unet3d.data.patches import Patches, PatchIndex, choose_centre, crop
 from unet3d.data.prepare import prepare_data
@@ -371,26 +371,26 @@ def options(**changes: object) -> Data:
 
 
 def test_slices_are_spread_over_the_foreground() -> None:
-    assert preprocess.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
-    assert preprocess.chosen_slices(labels(), options(sparse=[1, 2, 0]), False) == [[30], [9, 19], []]
-    assert preprocess.chosen_slices(labels(), options(), False) == [
+    assert prepare.extent(labels()) == [(10, 50), (4, 24), (2, 12)]
+    assert prepare.chosen_slices(labels(), options(sparse=[1, 2, 0]), False) == [[30], [9, 19], []]
+    assert prepare.chosen_slices(labels(), options(), False) == [
         [14, 22, 30, 38, 46],
         [6, 10, 14, 18, 22],
         [4, 7, 10],
     ]
-    assert preprocess.chosen_slices(labels(), options(scored=[4, 1, 0]), True) == [[18, 26, 34, 42], [14], []]
+    assert prepare.chosen_slices(labels(), options(scored=[4, 1, 0]), True) == [[18, 26, 34, 42], [14], []]
 
 
 def test_the_same_slices_are_scored_however_many_are_learned() -> None:
     found = [
-        preprocess.chosen_slices(labels(), options(sparse=counts), True) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])
+        prepare.chosen_slices(labels(), options(sparse=counts), True) for counts in ([1, 1, 1], [5, 5, 3], [9, 0, 2])
     ]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("changes", [{}, {"scored": [5, 5, 5]}, {"sparse": [40, 3, 9]}, {"sparse_fold": 1}])
 def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
-    learned, scored = (preprocess.chosen_mask(labels(), options(**changes), part) for part in (False, True))
+    learned, scored = (prepare.chosen_mask(labels(), options(**changes), part) for part in (False, True))
     assert learned.any() and scored.any() and not (learned & scored).any()
 
 
@@ -399,12 +399,12 @@ def test_no_voxel_is_both_learned_and_scored(changes: dict) -> None:
 def test_no_scored_slice_mirrors_a_learned_one(counts: list[int], high: int) -> None:
     """The MNI152 template is its own mirror image across x, with this extent at 1 and at 2 mm."""
     brain = torch.ones(high + 1, 9, 9, dtype=torch.int16)
-    learned, scored = (preprocess.chosen_slices(brain, options(sparse=counts), part)[0] for part in (False, True))
+    learned, scored = (prepare.chosen_slices(brain, options(sparse=counts), part)[0] for part in (False, True))
     assert not {*learned} & {high - index for index in scored}
 
 
 def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
-    mask = preprocess.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
+    mask = prepare.planes(torch.Size((4, 5, 6)), [[1], [], [0, 5]])
     expected = torch.zeros(4, 5, 6, dtype=torch.bool)
     expected[1], expected[:, :, 0], expected[:, :, 5] = True, True, True
     assert torch.equal(mask, expected)
@@ -412,17 +412,17 @@ def test_the_mask_holds_whole_slices_and_nothing_else() -> None:
 
 def test_each_slice_is_scored_in_one_of_the_folds_and_learned_in_the_others() -> None:
     folds = [options(sparse=[7, 5, 21], sparse_fold=fold) for fold in range(3)]
-    every = preprocess.chosen_slices(labels(), options(sparse=[7, 5, 21]), False)
+    every = prepare.chosen_slices(labels(), options(sparse=[7, 5, 21]), False)
     for axis in range(3):
-        scored = [preprocess.chosen_slices(labels(), fold, True)[axis] for fold in folds]
-        learned = [preprocess.chosen_slices(labels(), fold, False)[axis] for fold in folds]
+        scored = [prepare.chosen_slices(labels(), fold, True)[axis] for fold in folds]
+        learned = [prepare.chosen_slices(labels(), fold, False)[axis] for fold in folds]
         assert sorted(chain(*scored)) == sorted(every[axis])
         assert all(sorted(a + b) == sorted(every[axis]) for a, b in zip(scored, learned, strict=True))
 
 
 def test_without_foreground_slices_are_spread_over_the_volume() -> None:
     nothing = torch.zeros(11, 11, 11, dtype=torch.int16)
-    assert preprocess.chosen_slices(nothing, options(sparse=[1, 1, 2]), False) == [[5], [5], [2, 8]]
+    assert prepare.chosen_slices(nothing, options(sparse=[1, 1, 2]), False) == [[5], [5], [2, 8]]
 
 
 def phantom(tmp_path: Path, *overrides: str) -> Config:
@@ -440,7 +440,7 @@ def test_semi_automated_cases_are_learned_and_scored_in_parts(tmp_path: Path) ->
             seen = part != IGNORE
             assert 0 < seen.sum() < seen.numel() / 2 and torch.equal(part[seen], dense.label[seen])
         assert not ((learned.label != IGNORE) & (scored.label != IGNORE)).any()
-        for voxels in learned.foreground:
+        for voxels in map(learned.centres_of, range(learned.classes)):
             assert (learned.label[tuple(voxels.T)] > 0).all(), "patches are centred on what is annotated"
 
 
@@ -489,7 +489,7 @@ def test_a_label_map_without_any_label_is_refused(tmp_path: Path) -> None:
     unlabelled = dataclasses.replace(found, label=torch.full_like(found.label, IGNORE))
     read = dataclasses.replace(data.read, cache={case.id: unlabelled})
     with pytest.raises(UserError, match=rf"^{case.id}: .*\blearned; .*data\.sparse$"):
-        preprocess.SparseReader(read, config.data, False, None)(case)
+        prepare.SparseReader(read, config.data, False, None)(case)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_ct_is_scaled_as_if_each_case_were_read_again(tmp_path: Path) -> None:
         assert np.array_equal(kept.read(one).image, read_again.read(one).image)
 
 
-@without("unet3d.data.preprocess.have_changed", lambda *_: False)
+@without("unet3d.data.prepare.have_changed", lambda *_: False)
 def test_a_file_that_is_replaced_after_the_scan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Header, hash and voxels are of the same file."""
 

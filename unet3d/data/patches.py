@@ -19,7 +19,6 @@ from unet3d.base import process
 from unet3d.base.errors import UserError
 from unet3d.base.types import IGNORE
 from unet3d.config.schema import Augment, Data
-from unet3d.data.cases import Case
 
 if TYPE_CHECKING:
     from monai.transforms import Compose
@@ -52,21 +51,27 @@ class PreparedCase:
     image: Tensor  # C X Y Z, float32
     label: Tensor  # X Y Z, int16; unlabelled voxels are IGNORE
     spacing: tuple[float, float, float]  # mm
-    foreground: tuple[np.ndarray, ...]  # (n, 3) voxel indices of each foreground class that occurs
+    centres: np.ndarray  # (n, 4), int32: the number of a foreground class that occurs, ascending from 0, and a voxel
+
+    @property
+    def classes(self) -> int:
+        """The number of foreground classes that occur."""
+        return min(int(self.centres[-1, 0]) + 1, len(self.centres)) if len(self.centres) else 0  # each has a voxel
+
+    def centres_of(self, number: int) -> np.ndarray:
+        """Return the voxels (n, 3) of a class of this number that patches may be centred on."""
+        ends = np.array((number, number + 1), np.int32)  # of the type of the numbers, else all of them would be read
+        start, stop = np.searchsorted(self.centres[:, 0], ends)
+        return self.centres[start:stop, 1:]
 
     @property
     def labels(self) -> frozenset[int]:
         """The foreground labels that occur."""
-        return frozenset(int(self.label[tuple(voxels[0])]) for voxels in self.foreground)
+        return frozenset(int(self.label[tuple(self.centres_of(number)[0])]) for number in range(self.classes))
 
-
-def cached(cache: dict[str, PreparedCase] | None, case: Case, make: Callable[[Case], PreparedCase]) -> PreparedCase:
-    """Return `make(case)`, called once for each case if there is a cache."""
-    if cache is None:
-        return make(case)
-    if case.id not in cache:
-        cache[case.id] = make(case)
-    return cache[case.id]
+    def label_arrays(self) -> dict[str, np.ndarray]:
+        """Return the label map and the centres by name."""
+        return {"label": self.label.numpy(), "centres": self.centres}
 
 
 def prepare(
@@ -76,19 +81,19 @@ def prepare(
     classes = label.astype(np.int16)
     if ignore is not None:
         classes[label == ignore] = IGNORE
-    return PreparedCase(case_id, torch.from_numpy(image), torch.from_numpy(classes), spacing, foreground(classes))
+    return PreparedCase(case_id, torch.from_numpy(image), torch.from_numpy(classes), spacing, patch_centres(classes))
 
 
-def foreground(classes: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return voxels (n, 3) of each foreground class of a label map X Y Z, at most MAX_CENTRES of each."""
-    voxels_by_class = list[np.ndarray]()
-    for number in np.unique(classes):
-        if number > 0:
-            flat = np.flatnonzero(classes == number)
+def patch_centres(classes: np.ndarray) -> np.ndarray:
+    """Return `PreparedCase.centres` of a label map X Y Z: at most MAX_CENTRES voxels of each foreground class."""
+    centres = [np.empty((0, 4), np.int32)]
+    for label in np.unique(classes):
+        if label > 0:
+            flat = np.flatnonzero(classes == label)
             flat = flat[subsample_indices(len(flat), MAX_CENTRES)]
             voxels = np.stack(np.unravel_index(flat, classes.shape), axis=1)
-            voxels_by_class.append(voxels.astype(np.int32))
-    return tuple(voxels_by_class)
+            centres.append(np.insert(voxels.astype(np.int32), 0, len(centres) - 1, axis=1))
+    return np.concatenate(centres)
 
 
 def subsample_indices(count: int, most: int) -> np.ndarray:
@@ -179,8 +184,8 @@ def choose_centre(case: PreparedCase, tile: Sequence[int], foreground: float, rn
     shape = np.array(case.label.shape)
     size = np.array(tile)
     start = _random_start(shape, size, rng)
-    if rng.random() < foreground and case.foreground:
-        voxels = case.foreground[rng.integers(len(case.foreground))]
+    if rng.random() < foreground and case.classes:
+        voxels = case.centres_of(int(rng.integers(case.classes)))
         start = voxels[rng.integers(len(voxels))] - size // 2
     else:
         for _ in range(TRIES):

@@ -1,34 +1,259 @@
-"""A data set made ready for a run: scanned once, split, read, and searched for twins.
+"""A data set made ready for a run: scanned once, split, read as tensors for the network, and searched for twins.
 
-If memory keeps the volumes, each is read once.
+Prepared cases are kept in memory, where each volume is read once, on disk or not at all. Of sparse annotation, labels
+of some slices are learned, of others scored (Cicek et al. 2016).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
+from typing import TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError, escaped
 from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
 from unet3d.data import cache
+from unet3d.data.cache import Arrays, DiskCache, Shapes, key_of
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, read_dataset, warn_once
 from unet3d.data.check import check_cases
-from unet3d.data.intensity import Seen, intensity_rules, kinds_of, normalise, sampled
-from unet3d.data.nifti import problem
-from unet3d.data.patches import PreparedCase
-from unet3d.data.preprocess import CaseReader, SparseReader, usable
-from unet3d.data.scan import CaseHeader, leaks, voxel_digests
+from unet3d.data.intensity import Intensity, Seen, foreground_sample, intensity_rules, kinds_of, normalise, sampled
+from unet3d.data.nifti import problem, replacement
+from unet3d.data.patches import PreparedCase, patch_centres, prepare
+from unet3d.data.scan import DIGEST, CaseHeader, channel_digest, have_changed, image_digest, leaks, voxel_digests
 from unet3d.data.splits import absences, split
 from unet3d.data.texts import shown_names
-from unet3d.data.volume import Grid, ImageFiles
+from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, Volume, read_volume
 
 IMAGE_BYTES = 4  # of a voxel of a channel, float32
 LABEL_BYTES = 2  # of a voxel of a label map, int16
 MEASURED_CASES = 20  # whose images are measured, where memory does not hold all
+T = TypeVar("T")
+Slices = list[list[int]]  # indices along each axis
 Read = Callable[[Case], PreparedCase]
+
+
+@dataclass
+class CaseReader:
+    """Prepares a case when called with it, or maps what `disk` holds of it. `cache` None: each time."""
+
+    dataset: DatasetInfo
+    spacing: list[float] | None
+    intensity: tuple[Intensity, ...] = ()
+    cache: dict[str, PreparedCase] | None = field(default_factory=dict, repr=False)
+    replaced: dict[str, int] = field(default_factory=dict, repr=False)  # by case id, voxels that were not finite
+    disk: DiskCache | None = None
+    headers: Mapping[str, CaseHeader] = field(default_factory=dict, repr=False)  # by case id, for `disk` with hashes
+    files: ImageFiles = field(default_factory=ImageFiles, repr=False)
+    seen: Seen | None = field(default=None, repr=False)  # what the training cases are like, once they were measured
+
+    def __call__(self, case: Case) -> PreparedCase:
+        return _cached(self.cache, case, self._prepare if self.disk is None else self._map)
+
+    def read_volume(self, case: Case) -> Volume:
+        """Read the volume on the network's grid, not yet normalised. Raises UserError, also if files have changed.
+
+        Labels are classes already, and with data.nonfinite=zero NaN and infinite voxels are 0.
+        """
+        volume = read_volume(case, LabelValues.of_files(self.dataset), self.spacing, self.files)
+        if case.id in self.headers and have_changed(case, self.headers[case.id].hashes):
+            raise problem(case.id, case.images[0], "changed since its header was read, or its label map; start again")
+        self._note(case, volume.nonfinite_voxels)
+        return volume
+
+    def digest(self, case: Case) -> bytes:
+        """Return the digest of the prepared image, by which twins are found."""
+        return (
+            image_digest(map(channel_digest, self(case).image.numpy()))
+            if self.disk is None
+            else self._arrays(case)["digest"].tobytes()
+        )
+
+    def foreground(self, case: Case) -> np.ndarray:
+        """Return foreground voxels (C, n) of a case, not normalised; from `disk` where there is one."""
+
+        def make() -> Arrays:
+            volume = self.read_volume(case)
+            assert volume.label is not None, case.id
+            return {"voxels": foreground_sample(volume.image, volume.label, self.dataset.ignore)}
+
+        if self.disk is None:
+            return make()["voxels"]
+        return self.disk.read(self.key(case, "foreground"), {"voxels": (len(self.dataset.channels), None)}, make)[
+            "voxels"
+        ]
+
+    def key(self, case: Case, *about: object) -> str:
+        """Return the name on disk of what is prepared from this case by the reader's options, and `about`."""
+        parts = self.headers[case.id].hashes.values()
+        hashes = [part["full"] or [part["sample"], part["times"]] for part in parts]
+        relabel = sorted((self.dataset.relabel or {}).items())
+        labels = (self.dataset.label_count, self.dataset.ignore, relabel)
+        accepted = (self.files.replaces_nonfinite, self.files.accepts_apart)
+        return key_of(hashes, labels, self.spacing, accepted, case.affine, [*map(asdict, self.intensity)], about)
+
+    def _note(self, case: Case, nonfinite_voxels: int) -> None:
+        """Print a warning about a case's voxels that were not finite, once."""
+        if nonfinite_voxels and case.id not in self.replaced:
+            print(f"warning: {case.id}: {replacement(nonfinite_voxels)}", file=sys.stderr)
+        self.replaced[case.id] = nonfinite_voxels
+
+    def _prepare(self, case: Case) -> PreparedCase:
+        volume = self.read_volume(case)
+        assert volume.label is not None, case.id
+        if self.intensity:  # else the rules may follow from these voxels, and are applied later
+            normalise(volume.image, self.intensity)
+        return prepare(case.id, volume.image, volume.label, volume.grid.spacing, self.dataset.ignore)
+
+    def _map(self, case: Case) -> PreparedCase:
+        """Return the case with an image and a label map that are read from `disk` where they are used."""
+        arrays = self._arrays(case)
+        self._note(case, int(arrays["replaced"]))
+        image, label = (torch.from_dlpack(arrays[name]) for name in ("image", "label"))
+        return PreparedCase(case.id, image, label, self.grid(case).spacing, arrays["centres"])
+
+    def grid(self, case: Case) -> Grid:
+        """Return the grid that the network sees, by the case's header."""
+        grid = self.headers[case.id].target
+        assert grid is not None, case.id
+        return grid
+
+    def _arrays(self, case: Case) -> Arrays:
+        """Return the prepared case as arrays on disk. Raises UserError."""
+
+        def make() -> Arrays:
+            prepared = self._prepare(case)
+            image = prepared.image.numpy()
+            replaced = np.array(self.replaced[case.id])
+            digest = np.frombuffer(image_digest(map(channel_digest, image)), np.uint8)
+            return {"image": image, **prepared.label_arrays(), "replaced": replaced, "digest": digest}
+
+        shape = self.grid(case).shape
+        image = (len(self.dataset.channels), *shape)
+        shapes: Shapes = {"image": image, **_label_shapes(shape), "replaced": (), "digest": (DIGEST,)}
+        assert self.disk is not None
+        return self.disk.read(self.key(case), shapes, make)
+
+
+def _cached(cache: dict[str, PreparedCase] | None, case: Case, make: Read) -> PreparedCase:
+    """Return `make(case)`, called once for each case if there is a cache."""
+    if cache is None:
+        return make(case)
+    if case.id not in cache:
+        cache[case.id] = make(case)
+    return cache[case.id]
+
+
+def _label_shapes(shape: tuple[int, ...]) -> Shapes:
+    """Return the shapes of `PreparedCase.label_arrays` of a case of this shape."""
+    return {"label": shape, "centres": (None, 4)}
+
+
+def usable(
+    cases: Sequence[Case], what: str, read: Callable[[Case], T], at_random: bool = False
+) -> Iterator[tuple[Case, T]]:
+    """Yield each case, and what is read of it. Raises UserError at the end that lists all that cannot be used.
+
+    `at_random`: in another order than other processes, which may read and write them on disk, too.
+    """
+    problems = list[UserError]()
+    ordered = secrets.SystemRandom().sample(cases, len(cases)) if at_random else cases
+    for case in progress.track(ordered, what, len(cases)):
+        try:
+            result = read(case)
+        except UserError as error:
+            problems.append(error)
+        else:
+            yield case, result
+    lines = [*map(str, problems)]
+    unknown = sum(isinstance(error, UnknownLabels) for error in problems)
+    if unknown > 1:  # what suits one map may not suit another
+        what = "python -m unet3d check-data looks at all maps, and says what suits them"
+        lines.insert(0, f"{unknown} label maps hold other labels: {what}")
+    raise_listed(lines)
+
+
+@dataclass(frozen=True)
+class SparseReader:
+    """Reads a case with the labels of some slices only: the learned or the scored ones. The image is `read`'s."""
+
+    read: CaseReader
+    options: Data
+    scored: bool
+    cache: dict[str, PreparedCase] | None
+
+    def __call__(self, case: Case) -> PreparedCase:
+        return _cached(self.cache, case, self._make)
+
+    def _make(self, case: Case) -> PreparedCase:
+        dense = self.read(case)
+        disk = self.read.disk
+        if disk is None:
+            return self._masked(dense)
+        options = self.options
+        slices = (options.sparse, options.sparse_folds, options.sparse_fold, options.scored, self.scored)
+        shapes = _label_shapes(tuple(dense.label.shape))
+        arrays = disk.read(self.read.key(case, *slices), shapes, lambda: self._masked(dense).label_arrays())
+        return replace(dense, label=torch.from_dlpack(arrays["label"]), centres=arrays["centres"])
+
+    def _masked(self, dense: PreparedCase) -> PreparedCase:
+        """Return the case without the labels of other slices. Raises UserError if none is left."""
+        options = self.options
+        label = dense.label.masked_fill(~chosen_mask(dense.label, options, self.scored), IGNORE)
+        if (label == IGNORE).all():
+            purpose = "scored" if self.scored else "learned"
+            remedy = "choose other numbers in data.sparse"
+            if options.semi and options.sparse_fold is None:
+                remedy += " and data.scored"
+            raise UserError(f"{dense.case_id}: no label is left to be {purpose}; {remedy}")
+        return replace(dense, label=label, centres=patch_centres(label.numpy()))
+
+
+def chosen_mask(label: Tensor, options: Data, scored: bool) -> Tensor:
+    """Return the voxels of a label map X Y Z that are scored or learned, bool; where both cross, they are learned."""
+    mask = planes(label.shape, chosen_slices(label, options, scored))
+    return mask & ~chosen_mask(label, options, False) if scored else mask
+
+
+def chosen_slices(label: Tensor, options: Data, scored: bool) -> Slices:
+    """Return the slices of data.sparse that are scored, the part data.sparse_fold, or learned, the other parts.
+
+    Without parts those of data.scored and of data.sparse. Neighbours belong to different parts.
+    """
+    assert options.sparse is not None
+    fold = options.sparse_fold
+    counts, first, more = (options.scored, 1.0, 1) if scored and fold is None else (options.sparse, 0.5, 0)
+    slices = Slices()
+    for (low, high), count in zip(extent(label), counts, strict=True):
+        axis = [round(low + (k + first) / (count + more) * (high - low)) for k in range(count)]
+        slices.append([n for k, n in enumerate(axis) if fold is None or (k % options.sparse_folds == fold) == scored])
+    return slices
+
+
+def extent(label: Tensor) -> list[tuple[int, int]]:
+    """Return the first and last voxel of the foreground along each axis; of the volume if it has none."""
+    from scipy.ndimage import find_objects  # takes a third of a second to load
+
+    boxes = find_objects((label.numpy() > 0).astype(np.uint8))
+    if not boxes:
+        return [(0, n - 1) for n in label.shape]
+    return [(axis.start, axis.stop - 1) for axis in boxes[0]]
+
+
+def planes(shape: torch.Size, slices: Slices) -> Tensor:
+    """Return a mask of the slices, bool X Y Z."""
+    x, y, z = slices
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[x] = True
+    mask[:, y] = True
+    mask[:, :, z] = True
+    return mask
 
 
 @dataclass(frozen=True)
@@ -112,21 +337,22 @@ def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequenc
     maps = dict.fromkeys(val, 1) | dict.fromkeys(train, training_maps)
     cases = list(dict.fromkeys([*train, *val]))
     channels = reader.dataset.channels
-    measured = {*train} if "ct" in kinds_of(options.intensity, channels) else set[Case]()
-    samples = dict[Case, np.ndarray]()
+    is_measured = "ct" in kinds_of(options.intensity, channels)
+    samples = list[np.ndarray]()
     if options.cache == "memory":
         _refuse_more_than_fits(reader, maps)
-        assert reader.cache is not None
-        for case, volume in usable(cases, "reading cases", reader.read_volume):
-            reader.cache[case.id] = reader.as_case(volume)
-            if case in measured:
-                samples[case] = reader.foreground_of(volume)
-    elif measured:
-        samples.update(usable(train, "measuring intensities", reader.foreground, at_random=reader.disk is not None))
-    reader.intensity = intensity_rules(options.intensity, channels, [samples[case] for case in train if samples])
+        for _ in usable(cases, "reading cases", reader):
+            pass
+        if is_measured:
+            as_stored = [reader(case) for case in train]
+            samples = [foreground_sample(case.image.numpy(), case.label.numpy(), None) for case in as_stored]
+    elif is_measured:
+        found = dict(usable(train, "measuring intensities", reader.foreground, at_random=reader.disk is not None))
+        samples = [found[case] for case in train]
+    reader.intensity = intensity_rules(options.intensity, channels, samples)
     if options.cache == "memory":
-        for prepared in (reader.cache or {}).values():
-            normalise(prepared.image.numpy(), reader.intensity)
+        for case in cases:
+            normalise(reader(case).image.numpy(), reader.intensity)
     elif reader.disk is not None:
         _refuse_more_than_fits(reader, maps)
         for _ in usable(cases, "reading cases", reader, at_random=True):

@@ -22,7 +22,7 @@ from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.check import check_cases
 from unet3d.data.intensity import Seen
 from unet3d.data.labels import as_option, written_values
-from unet3d.data.preprocess import CaseReader
+from unet3d.data.prepare import CaseReader
 from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.splits import split
 from unet3d.data.volume import ImageFiles, LabelValues, read_label_map

@@ -21,8 +21,7 @@ from unet3d.base.types import IGNORE, ProbabilityBlock
 from unet3d.config.schema import Config, Loss
 from unet3d.config.schema import Data as Options
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.prepare import PreparedData, Read
-from unet3d.data.preprocess import chosen_slices, extent
+from unet3d.data.prepare import PreparedData, Read, chosen_slices, extent
 from unet3d.data.restore import ArgmaxCollector, largest_components
 from unet3d.data.volume import LabelValues, on_network_grid, read_label_map, stored_spacing
 from unet3d.memory import remedies
