@@ -31,9 +31,9 @@ from unet3d.config.schema import Augment, Config, Data
 from unet3d.data import cache, loader, prepare
 from unet3d.data.cache import DiskCache, key_of
 from unet3d.data.cases import Case
+from unet3d.data.check import DIGEST
 from unet3d.data.patches import Patches, PreparedCase, crop
 from unet3d.data.prepare import PreparedData, prepare_data
-from unet3d.data.scan import DIGEST
 from unet3d.run import run as job
 
 SHAPE = (21, 18, 13)

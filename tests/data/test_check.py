@@ -745,7 +745,7 @@ def test_bytes_between_the_sampled_ones_are_compared_on_request(
 
 
 @promise("Resume", "images or labels that ...")
-@without("unet3d.data.scan.BLOCKS", 1, only="--1")
+@without("unet3d.data.cache.BLOCKS", 1, only="--1")
 @pytest.mark.parametrize("place", [100, -1])
 def test_both_ends_of_a_large_file_are_always_compared(tmp_path: Path, place: int) -> None:
     data = large(tmp_path)

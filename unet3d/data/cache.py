@@ -1,4 +1,4 @@
-"""A cache on disk of arrays that outlive a run, read through memory maps: a file for each key.
+"""Hashes of files, and a cache on disk of arrays that outlive a run, read through memory maps: a file for each key.
 
 A key is a digest of all that its arrays depend on, so nothing here can be out of date. A file is written whole or not
 at all; two processes that need the same one at once may both write it, with the same bytes. Files are not code: their
@@ -10,23 +10,30 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from unet3d.base.errors import UserError, is_disk_full, is_out_of_files, is_out_of_memory, make_room
 from unet3d.base.files import open_regular, remove_abandoned, replacing
-from unet3d.data.scan import sample_digest
+from unet3d.data.cases import Case
+from unet3d.data.nifti import is_compressed, problem
 
+BLOCK = 2**12  # bytes of a block that is sampled
+BLOCKS = 16  # blocks that are sampled of a file: all of its bytes up to 64 KiB
 VERSIONS = [version(name) for name in ("nibabel", "numpy", "scipy")]  # of the libraries that prepare cases
 FORMAT = 4  # raise it with every change to what is computed for a key, or to how it is written
 ALIGNMENT = 64  # bytes that an array's place in its file is a multiple of; its shape is in as many before it
 DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with two: of a sample of what follows, and of all of it
 MAPPED = 30_000  # cases whose maps stay open: the system allows a process 65,530 maps, and a case has two at most
+# Of some files: `sample`, hashes of a part of their bytes; `full`, of all, if asked for; and `times` (ns since 1970) of
+# those that their sample does not settle.
+Hashes = dict[str, list[Any]]
 Arrays = Mapping[str, np.ndarray]
 Shapes = Mapping[str, tuple[int | None, ...]]  # of the arrays of a file, in its order; None: any length
 KINDS = {
@@ -37,6 +44,41 @@ KINDS = {
     "digest": np.uint8,  # of the image, by which twins are found
     "voxels": np.float32,
 }
+
+
+def sample_digest(stream: IO[bytes], start: int = 0) -> bytes:
+    """Return the digest of an open file's size, and of BLOCKS blocks evenly spread over it from byte `start` on."""
+    size = stream.seek(0, os.SEEK_END)
+    digest = hashlib.sha256(b"%d" % size)
+    for place in np.linspace(start, max(size - BLOCK, start), BLOCKS, dtype=int):
+        stream.seek(place)
+        digest.update(stream.read(BLOCK))
+    return digest.digest()
+
+
+def file_hashes(paths: Iterable[Path], full: bool = False) -> Hashes:
+    """Return the hashes of several files. Raises OSError, and ValueError for what is no file."""
+    found: Hashes = {"sample": [], "full": [], "times": []}
+    for path in paths:
+        with open_regular(path) as stream:
+            found["sample"].append(sample_digest(stream).hex())
+            if full:
+                stream.seek(0)
+                found["full"].append(hashlib.file_digest(stream, "sha256").hexdigest())
+            status = os.fstat(stream.fileno())
+            # A gzip file ends with the checksum of its whole content, so its last block settles it.
+            if status.st_size > BLOCK * BLOCKS and not is_compressed(path.name):
+                found["times"].append(status.st_mtime_ns)
+    return found
+
+
+def have_changed(case: Case, before: Mapping[str, Hashes]) -> bool:
+    """Return whether the files of a case are others than those with these hashes. Raises UserError."""
+    try:
+        now = file_hashes(case.files)
+    except (OSError, ValueError) as error:
+        raise problem(case.id, case.images[0], f"cannot be read, or its label map ({error})") from error
+    return any(now[kind] != [*chain(*(part[kind] for part in before.values()))] for kind in ("sample", "times"))
 
 
 def key_of(*values: object) -> str:

@@ -1,31 +1,69 @@
-"""Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`."""
+"""Everything that is wrong with a data set, listed at once: `<case>: <path>: <what is wrong; what to do>`.
 
+One scan reads headers, and hashes of files. Held-out cases that training sees, too, are found by their voxels, one
+volume in memory at a time.
+"""
+
+import hashlib
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import permutations, product
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
+import nibabel as nib
 import numpy as np
 
-from unet3d.base import progress
+from unet3d.base import progress, ranks
 from unet3d.base.errors import UserError
 from unet3d.config.data_rules import MAX_LABEL
 from unet3d.config.rules import effective_model
 from unet3d.config.schema import Data, Model
+from unet3d.data import nifti
+from unet3d.data.cache import Hashes, file_hashes
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, warn_once
 from unet3d.data.labels import likely_ignored, misread, options_for
-from unet3d.data.nifti import Remark, in_few_lines, oddities, read_image, replacement
-from unet3d.data.scan import CaseHeader, channel_digest, image_digest, leaks, remarks, scan_case
+from unet3d.data.nifti import Remark, in_few_lines, problem, read_image, replacement
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.texts import shown_names
-from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, on_network_grid, read_classes, read_grid
+from unet3d.data.volume import (
+    Grid,
+    Headers,
+    ImageFiles,
+    LabelValues,
+    UnknownLabels,
+    canonical_grid,
+    contradictions,
+    on_network_grid,
+    read_classes,
+    read_grid,
+    target_grid,
+)
 from unet3d.model import geometry
 
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
+MAX_LINES_OF_CASE = 10  # about the files of one case
+DIGEST = hashlib.blake2b().digest_size  # bytes of the digest of an image
 CASES_SAMPLED = 200  # about so many headers are read where only their sizes are of use
+
+
+class CaseHeader(NamedTuple):
+    """The headers of a case, before a voxel is read, as plain values that ranks can exchange."""
+
+    stored: Grid | None  # of the first image, with RAS+ axes; None where it cannot be read
+    target: Grid | None  # that the network sees
+    orientation: str  # of the first image's axes, such as LPS; "" where it cannot be read
+    channels: int  # of all images that could be read
+    hashes: dict[str, Hashes]  # of "images" and "labels", if asked for and all could be read
+
+    @property
+    def is_resampled(self) -> bool:
+        """True if the network sees the case on another grid than its file's, regardless of their axes."""
+        return self.stored is not None and self.target is not None and not self.stored.is_same(self.target)
 
 
 class Content(NamedTuple):
@@ -78,18 +116,14 @@ def check_cases(
     doubts = list[Remark]()
     odd = list[Remark]()
     for case in progress.track(cases, "checking cases", len(cases)):
-        header = scan_case(dataset, case, files, hashes)
-        found.headers[case.id] = header
-        found.problems += header.problems
-        found.warnings += header.warnings
-        doubts += header.doubts
+        opened = _scan(found, dataset, case, files, hashes)
+        doubts += remarks(case, opened, nifti.doubts)
         if voxels:
             if case.label is None:
                 what = "has no label map; it is neither learned from nor scored"
                 found.warnings.append(f"{case.id}: {case.images[0]}: {what}")
-            opened = {path: files.headers[path] for path in case.files if path in files.headers}
-            odd += remarks(case, opened, oddities)
-            _read_content(found, dataset, case, files)
+            odd += remarks(case, opened, nifti.oddities)
+            _read_content(found, dataset, case, files, [*opened])
     found.warnings += [*in_few_lines(doubts), *in_few_lines(odd)]
     if found.unknown:
         _propose_label_map(found, dataset)
@@ -100,15 +134,73 @@ def check_cases(
     return found
 
 
-def _read_content(found: DatasetCheck, dataset: DatasetInfo, case: Case, files: ImageFiles) -> None:
-    """Note the content of a case if all of it is sound; and problems of files with a sound header, and warnings."""
+def _scan(found: DatasetCheck, dataset: DatasetInfo, case: Case, files: ImageFiles, hashes: bool) -> Headers:
+    """Note what the headers of a case's files say, with `hashes` as data.fingerprint has them; return those read."""
+    headers = dict[Path, nib.Nifti1Image]()
+    problems = list[str]()
+    target = None
+    for path in case.files:
+        try:
+            with files.opened(case, path) as file:
+                headers[path] = file.image
+            if path == case.images[0]:
+                target = target_grid(case, headers[path], files.options.spacing)
+        except UserError as error:
+            problems.append(str(error))
+    warnings = list[str]()
+    for misfit, is_accepted in contradictions(case, headers, files.accepts_apart):
+        (warnings if is_accepted else problems).append(str(misfit))
+    channels = sum(nifti.channels(headers[path]) for path in case.images if path in headers)
+    if not problems and channels != len(dataset.channels):
+        problems.append(str(_wrong_channels(dataset, case, channels)))
+    hashes_of = dict[str, Hashes]()
+    if hashes and not problems:
+        try:
+            for part, paths in (("images", case.images), ("labels", case.files[len(case.images) :])):
+                hashes_of[part] = file_hashes(paths, files.options.fingerprint == "full")
+        except (OSError, ValueError) as error:
+            problems.append(f"{case.named}: cannot be read, or another file of the case ({error})")
+    first = headers.get(case.images[0])
+    found.headers[case.id] = CaseHeader(
+        stored=None if first is None else canonical_grid(first),
+        target=target,
+        orientation="" if first is None else "".join(nib.aff2axcodes(first.affine)),
+        channels=channels,
+        hashes=hashes_of,
+    )
+    for noted, lines in ((found.problems, problems), (found.warnings, warnings)):
+        noted += lines[:MAX_LINES_OF_CASE]  # it may have thousands of channels
+        if len(lines) > MAX_LINES_OF_CASE:
+            noted.append(f"{case.id}: and {len(lines) - MAX_LINES_OF_CASE:,} more of this case")
+    return headers
+
+
+def remarks(case: Case, headers: Headers, find: Callable[[nib.Nifti1Image, str], Iterator[Remark]]) -> list[Remark]:
+    """Return what is found in the headers of a case, with its name and the files'."""
+    found = ((path, words, remedy) for path, image in headers.items() for words, remedy in find(image, case.affine))
+    return [(f"{case.id}: {path}: {words}", remedy) for path, words, remedy in found]
+
+
+def _wrong_channels(dataset: DatasetInfo, case: Case, channels: int) -> UserError:
+    """Return the error for a case that has another number of channels than the data set."""
+    is_short = channels < len(dataset.channels)
+    is_by_channel = nifti.stem(case.images[-1]) == f"{case.id}_{channels - 1:04d}"
+    absent = f": {case.id}_{channels:04d} is missing" if is_short and is_by_channel else ""
+    wanted = f"{len(dataset.channels)} ({shown_names(dataset.channels)})"
+    what = f"has {channels} channels, the data set {wanted}{absent}; make them agree"
+    return problem(case.id, case.images[0], what)
+
+
+def _read_content(
+    found: DatasetCheck, dataset: DatasetInfo, case: Case, files: ImageFiles, paths: Sequence[Path]
+) -> None:
+    """Note problems of these files, whose headers are sound, and warnings; and what a case holds if all is sound."""
     problems = list[UserError]()
     labels = kept = frozenset[int]()
     digests = list[bytes]()
     values = LabelValues.of_files(dataset)
     if not dataset.label_count:  # no class is known, so that any label will do
         values = values._replace(classes=MAX_LABEL + 1)
-    paths = [path for path in case.files if path in files.headers]
     for path in paths:
         try:
             with files.opened(case, path) as file:
@@ -191,6 +283,97 @@ def _check_split(found: DatasetCheck, dataset: DatasetInfo, data: Data) -> None:
                 found.warnings.append(f"{dataset.name}: {what}")
     except UserError as error:
         found.problems.append(str(error))
+
+
+def image_digest(channels: Iterable[bytes]) -> bytes:
+    """Return the digest of all images of a case, of those of its channels: equal for equal voxels.
+
+    Whatever their files say of them, however they are compressed, of whatever type, wherever they lie, in whatever
+    order the channels come, and along whatever axes each is stored. Voxels are compared to 12 bits: normalising the
+    same ones in another order rounds otherwise.
+    """
+    return hashlib.blake2b(b"".join(sorted(channels))).digest()
+
+
+def channel_digest(channel: np.ndarray) -> bytes:
+    """Return a digest of the sums of voxels in each plane of a channel (X, Y, Z), the same however it is turned."""
+    bits = (channel.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
+    rounded = (bits + np.uint32(1 << 11)) >> np.uint32(12)  # to 12 significant bits; such numbers have exact sums
+    profiles = list[bytes]()
+    for others in ((1, 2), (0, 2), (0, 1)):
+        sums = rounded.sum(others, np.uint64)
+        profiles.append(min(sums.tobytes(), sums[::-1].tobytes()))
+    return b"".join(hashlib.blake2b(profile).digest() for profile in sorted(profiles))
+
+
+def voxel_digests(
+    train: Sequence[Case], val: Sequence[Case], headers: Mapping[str, CaseHeader], files: ImageFiles
+) -> dict[str, bytes]:
+    """Return digests, by id, of cases that may be the same since their size occurs in both parts.
+
+    Each of them is read once, by one of the ranks, and none is kept. Raises UserError that lists what cannot be read.
+    """
+    sizes = dict[str, tuple[int, ...]]()  # channels, and voxels along the axes in ascending order
+    for case in (*train, *val):
+        grid = headers[case.id].stored
+        assert grid is not None, case.id
+        sizes[case.id] = (headers[case.id].channels, *sorted(grid.shape))
+    shared = {sizes[case.id] for case in train} & {sizes[case.id] for case in val}
+    cases = [case for case in (*train, *val) if sizes[case.id] in shared]
+    if ranks.count() > 1:
+        cases = cases[ranks.RANK :: ranks.SIZE]
+    by_id = dict[str, bytes]()
+    problems = list[str]()
+    for case in progress.track(cases, "comparing images", len(cases)):
+        try:
+            by_id[case.id] = image_digest(map(channel_digest, _channels(case, files)))
+        except UserError as error:
+            problems.append(str(error))
+    shares = ranks.gather((by_id, problems))
+    raise_listed([line for _, lines in shares for line in lines])
+    return {case_id: digest for found, _ in shares for case_id, digest in found.items()}
+
+
+def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, bytes], files: ImageFiles) -> Iterator[str]:
+    """Yield held-out cases that training sees under another name.
+
+    They have a digest in common, and the same voxels in the files: a digest may be of what a rule has made of these.
+    Raises UserError for files that cannot be read again.
+    """
+    alike = defaultdict[bytes, list[Case]](list)
+    for case in train:
+        if case.id in digests:
+            alike[digests[case.id]].append(case)
+    for case in val:
+        suspects = alike.get(digests.get(case.id, b""), [])
+        twin = next((other for other in suspects if _are_same(case, other, files)), None)
+        if twin is not None:
+            what = f"is held out, but training sees the same image as {twin.id}; remove one"
+            yield f"{case.id}: {case.images[0]}: {what}"
+
+
+def _are_same(case: Case, other: Case, files: ImageFiles) -> bool:
+    """Return whether the files of two cases hold the same voxels, as `image_digest` takes them. Raises UserError."""
+    waiting = list(_channels(other, files))
+    for channel in _channels(case, files):
+        found = next((place for place, twin in enumerate(waiting) if _is_turned(channel, twin)), None)
+        if found is None:
+            return False
+        del waiting[found]
+    return not waiting
+
+
+def _channels(case: Case, files: ImageFiles) -> Iterator[np.ndarray]:
+    """Yield the channels (X, Y, Z) of a case as its files hold them. Raises UserError."""
+    for path in case.images:
+        with files.opened(case, path) as file:
+            yield from nifti.read_image(file, files.replaces_nonfinite)[0]
+
+
+def _is_turned(channel: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two channels (X, Y, Z) are equal once the axes of one are exchanged and mirrored in some way."""
+    turns = product(permutations(range(3)), product((slice(None), slice(None, None, -1)), repeat=3))
+    return any(np.array_equal(channel, other.transpose(axes)[mirror]) for axes, mirror in turns)
 
 
 def _class_words(dataset: DatasetInfo) -> list[str]:

@@ -20,13 +20,12 @@ from unet3d.base.errors import UserError, escaped
 from unet3d.base.types import IGNORE, host_bytes, mib
 from unet3d.config.schema import Data
 from unet3d.data import cache
-from unet3d.data.cache import Arrays, DiskCache, Shapes, key_of
+from unet3d.data.cache import Arrays, DiskCache, Shapes, have_changed, key_of
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, read_dataset, warn_once
-from unet3d.data.check import check_cases
+from unet3d.data.check import DIGEST, CaseHeader, channel_digest, check_cases, image_digest, leaks, voxel_digests
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, intensity_rules, kinds_of, normalise, sampled
 from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, patch_centres, prepare
-from unet3d.data.scan import DIGEST, CaseHeader, channel_digest, have_changed, image_digest, leaks, voxel_digests
 from unet3d.data.splits import absences, split
 from unet3d.data.texts import shown_names
 from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, Volume, read_volume

@@ -17,7 +17,9 @@ from typing import Any
 
 from unet3d.base.errors import UserError, saving, warn
 from unet3d.base.files import read_lines
+from unet3d.data.cache import file_hashes
 from unet3d.data.cases import Case, in_order, other_volumes, refuse_long
+from unet3d.data.check import remarks
 from unet3d.data.nifti import (
     DECIDES,
     Remark,
@@ -30,7 +32,6 @@ from unet3d.data.nifti import (
     volumes_in,
     without_channel,
 )
-from unet3d.data.scan import file_hashes, remarks
 from unet3d.data.volume import contradictions
 
 RECORD = "predictions.jsonl"
