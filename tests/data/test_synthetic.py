@@ -60,7 +60,7 @@ def test_more_cases_begin_with_the_same_ones(tmp_path: Path) -> None:
     assert two.items() < three.items()
 
 
-CASES = [GeneratedCase(name, np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), np.uint8), np.eye(4)) for name in "ab"]
+CASES = [(name, np.zeros((2, 2, 2), np.int16), np.zeros((2, 2, 2), np.uint8), np.eye(4)) for name in "ab"]
 
 
 @promise(

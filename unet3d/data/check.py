@@ -26,7 +26,7 @@ from unet3d.config.schema import Data, Model
 from unet3d.data import nifti
 from unet3d.data.cache import Hashes, file_hashes
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, warn_once
-from unet3d.data.labels import likely_ignored, misread, options_for
+from unet3d.data.labels import WrongLabels, likely_ignored, misread, options_for
 from unet3d.data.nifti import Remark, in_few_lines, problem, read_image, replacement
 from unet3d.data.splits import absences, labels_by_class, split, unused
 from unet3d.data.texts import shown_names
@@ -35,7 +35,6 @@ from unet3d.data.volume import (
     Headers,
     ImageFiles,
     LabelValues,
-    UnknownLabels,
     canonical_grid,
     contradictions,
     on_network_grid,
@@ -86,7 +85,7 @@ class DatasetCheck:
     warnings: list[str] = field(default_factory=list)
     options: tuple[str, ...] = ()
     contents: dict[str, Content] = field(default_factory=dict)  # of sound cases by id, where voxels are read
-    unknown: list[UnknownLabels] = field(default_factory=list)  # problems of label maps with other labels
+    unknown: list[WrongLabels] = field(default_factory=list)  # problems of label maps with other labels
 
     def sound_headers(self) -> dict[str, CaseHeader]:
         """Return the headers, and print warnings. Raises UserError that lists every problem."""
@@ -216,7 +215,7 @@ def _read_content(
         except UserError as error:
             problems.append(error)
     found.problems += map(str, problems)
-    found.unknown += [error for error in problems if isinstance(error, UnknownLabels)]
+    found.unknown += [error for error in problems if isinstance(error, WrongLabels)]
     if problems or len(paths) < len(case.files):
         return
     if case.label is not None and labels <= {0, dataset.ignore}:
@@ -354,9 +353,12 @@ def leaks(train: Sequence[Case], val: Sequence[Case], digests: Mapping[str, byte
 
 def _are_same(case: Case, other: Case, files: ImageFiles) -> bool:
     """Return whether the files of two cases hold the same voxels, as `image_digest` takes them. Raises UserError."""
+    # Two are equal once the axes of one are exchanged and mirrored in some way.
+    turns = [*product(permutations(range(3)), product((slice(None), slice(None, None, -1)), repeat=3))]
     waiting = list(_channels(other, files))
     for channel in _channels(case, files):
-        found = next((place for place, twin in enumerate(waiting) if _is_turned(channel, twin)), None)
+        turned = ((place, twin.transpose(axes)[mirror]) for place, twin in enumerate(waiting) for axes, mirror in turns)
+        found = next((place for place, twin in turned if np.array_equal(channel, twin)), None)
         if found is None:
             return False
         del waiting[found]
@@ -370,22 +372,6 @@ def _channels(case: Case, files: ImageFiles) -> Iterator[np.ndarray]:
             yield from nifti.read_image(file, files.replaces_nonfinite)[0]
 
 
-def _is_turned(channel: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two channels (X, Y, Z) are equal once the axes of one are exchanged and mirrored in some way."""
-    turns = product(permutations(range(3)), product((slice(None), slice(None, None, -1)), repeat=3))
-    return any(np.array_equal(channel, other.transpose(axes)[mirror]) for axes, mirror in turns)
-
-
-def _class_words(dataset: DatasetInfo) -> list[str]:
-    """Return the values and names of the classes; of regions, their labels and what they are drawn as."""
-    if dataset.regions is None:
-        return [f"{value} {name}" for value, name in enumerate(dataset.classes)]
-    words = [f"0 {dataset.classes[0]}"]
-    for name, labels, drawn in zip(dataset.classes[1:], *dataset.regions, strict=True):
-        words.append(f"{'+'.join(map(str, labels))} {name} (a region, drawn as {drawn})")
-    return words
-
-
 def summary(
     dataset: DatasetInfo, train: Sequence[Case], val: Sequence[Case], headers: Mapping[str, CaseHeader]
 ) -> list[str]:
@@ -395,7 +381,10 @@ def summary(
     grids = [header.stored for header in of_cases if header.stored is not None]
     turned = ", ".join(f"{count} {codes}" for codes, count in sorted(orientations.items())) or "unknown"
     unlabelled = sum(case.label is None for case in dataset.cases)
-    classes = shown_names(_class_words(dataset))
+    words = [f"{value} {name}" for value, name in enumerate(dataset.classes)]
+    for number, (labels, drawn) in enumerate(zip(*dataset.regions or ((), ()), strict=True), start=1):
+        words[number] = f"{'+'.join(map(str, labels))} {dataset.classes[number]} (a region, drawn as {drawn})"
+    classes = shown_names(words)
     ignored = "" if dataset.ignore is None else f"; {dataset.ignore} is ignored"
     return [
         f"{dataset.name}: {len(dataset.cases)} cases: {len(train)} train, {len(val)} val, {unlabelled} without labels",

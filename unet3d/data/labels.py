@@ -3,6 +3,7 @@
 data.label_map makes a file's labels classes as they are read, and these its labels again as they are written.
 """
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -19,10 +20,19 @@ LISTED = 20  # labels in a message: more are no classes, but the voxels of an im
 Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all that may occur; None: as stored
 
 
-class UnnumberedLabels(UserError):
-    """Labels that are not 0, 1, 2 ...; `options` would make them classes."""
+class WrongLabels(UserError):
+    """Labels that are no classes; `options` may make them some.
 
-    options: tuple[str, ...] = ()
+    `labels` are those of a label map but 0, where they are whole numbers; `alone` is the message without the remedy.
+    """
+
+    def __init__(
+        self, message: str, remedy: str, options: Sequence[str] = (), labels: frozenset[int] = frozenset()
+    ) -> None:
+        super().__init__(f"{message}; {remedy}{f', or add {shlex.join(options)}' if options else ''}")
+        self.alone = message
+        self.options = options
+        self.labels = labels
 
 
 def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> tuple[str, ...]:
@@ -35,7 +45,7 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> 
         raise UserError(f"{where}: {ignore} is the label to ignore; it must be above all others ({max(labelled)})")
     if ignore is not None and ignore > MAX_LABEL:
         raise UserError(f"{where}: {shown(ignore)} is the label to ignore; the highest possible is {MAX_LABEL}")
-    classes = in_sequence(labelled, "labels", where, as_option(_sources({*labelled}, 1, None)))
+    classes = in_sequence(labelled, "labels", where, _words(_sources({*labelled}, 1, None)))
     refuse_blank(classes, f"{where}: labels")
     data_rules.refuse_background(classes, f"{where}: labels")
     if len(classes) < 2 or len({*classes}) < len(classes):
@@ -44,14 +54,11 @@ def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> 
     return classes
 
 
-def in_sequence(names: Mapping[int, str], what: str, where: object, option: str = "") -> tuple[str, ...]:
-    """Return names by number: 0, 1, 2 ... Else raises UserError, with the option that helps, if there is one."""
+def in_sequence(names: Mapping[int, str], what: str, where: object, options: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return names by number: 0, 1, 2 ... Else raises WrongLabels, with the options that help."""
     if not names or sorted(names) != list(range(len(names))):
-        more = f", or add {option}" if option else ""
-        remedy = f"number them 0, 1, 2 ... without a gap{more}"
-        error = UnnumberedLabels(f"{where}: {what} are numbered {shown(sorted(names))}; {remedy}")
-        error.options = (option.strip("'"),) if option else ()
-        raise error
+        numbers = f"{where}: {what} are numbered {shown(sorted(names))}"
+        raise WrongLabels(numbers, "number them 0, 1, 2 ... without a gap", options)
     refuse_odd_names(names, what, where)
     return tuple(names[number] for number in sorted(names))
 
@@ -135,14 +142,13 @@ def options_for(occurring: Collection[int], classes: int, relabel: Relabel, name
     `names` are of the classes, and those that are added have the labels' numbers; without them none can be added.
     """
     sources = _sources({*occurring}, classes, relabel)
-    option = as_option(sources).strip("'")
     if sources and (relabel is not None or len(sources) < classes):
-        return (option,)
+        return _words(sources)
     if not sources or not names:
         return ()
     known = dict(enumerate(names))
     words = [known.get(old, f"label_{old}") for olds in sources.values() for old in olds]
-    return option, f"data.classes=[{','.join([names[0], *words])}]"
+    return *_words(sources), f"data.classes=[{','.join([names[0], *words])}]"
 
 
 def likely_ignored(classes: Sequence[str]) -> Iterator[str]:
@@ -180,12 +186,15 @@ def _are_classes(labels: Sequence[int]) -> bool:
     return len(labels) <= LISTED and labels[0] >= 0 and labels[-1] <= MAX_LABEL
 
 
+def _words(sources: Mapping[int, Sequence[int]]) -> tuple[str, ...]:
+    """Return data.label_map of these sources as a word; () for no sources."""
+    plain = {new: olds[0] if len(olds) == 1 else list(olds) for new, olds in sources.items()}
+    return (f"data.label_map={plain}".replace(" ", ""),) if sources else ()
+
+
 def as_option(sources: Mapping[int, Sequence[int]]) -> str:
     """Return the option as it is written on a command line, in quotes: a shell expands braces; "" for no sources."""
-    if not sources:
-        return ""
-    plain = {new: olds[0] if len(olds) == 1 else list(olds) for new, olds in sources.items()}
-    return f"'data.label_map={plain}'".replace(" ", "")
+    return shlex.join(_words(sources))
 
 
 class NamedRegions(NamedTuple):

@@ -24,11 +24,12 @@ from unet3d.data.cache import Arrays, DiskCache, Shapes, have_changed, key_of
 from unet3d.data.cases import Case, DatasetInfo, raise_listed, read_dataset, warn_once
 from unet3d.data.check import DIGEST, CaseHeader, channel_digest, check_cases, image_digest, leaks, voxel_digests
 from unet3d.data.intensity import Intensity, Seen, foreground_sample, intensity_rules, kinds_of, normalise, sampled
+from unet3d.data.labels import WrongLabels
 from unet3d.data.nifti import problem, replacement
 from unet3d.data.patches import PreparedCase, patch_centres, prepare
 from unet3d.data.splits import absences, split
 from unet3d.data.texts import shown_names
-from unet3d.data.volume import Grid, ImageFiles, LabelValues, UnknownLabels, Volume, read_volume
+from unet3d.data.volume import Grid, ImageFiles, LabelValues, Volume, read_volume
 
 IMAGE_BYTES = 4  # of a voxel of a channel, float32
 LABEL_BYTES = 2  # of a voxel of a label map, int16
@@ -171,7 +172,7 @@ def usable(
         else:
             yield case, result
     lines = [*map(str, problems)]
-    unknown = sum(isinstance(error, UnknownLabels) for error in problems)
+    unknown = sum(isinstance(error, WrongLabels) for error in problems)
     if unknown > 1:  # what suits one map may not suit another
         what = "python -m unet3d check-data looks at all maps, and says what suits them"
         lines.insert(0, f"{unknown} label maps hold other labels: {what}")
@@ -311,8 +312,11 @@ def _refuse_nothing_to_learn(data: PreparedData, options: Data) -> None:
 
     Raises UserError where training cases show no class.
     """
-    learned = _labels(data.train, data.read_train)
-    scored = _labels(data.val, data.read_val)
+    # One case at a time: their files may be too many to be open at once.
+    learned, scored = (
+        frozenset[int]().union(*(read(case).labels for case in cases))
+        for cases, read in ((data.train, data.read_train), (data.val, data.read_val))
+    )
     lines = absences(data.dataset, options, learned, scored)
     if not scored:
         is_ignored = all(bool((data.read_val(case).label == IGNORE).all()) for case in data.val)
@@ -320,11 +324,6 @@ def _refuse_nothing_to_learn(data: PreparedData, options: Data) -> None:
         effect = "there will be no score, and no best.pt; use last.pt" if is_ignored else "scores are 0, or n/a"
         lines.append(f"{data.dataset.name}: {problem}: {effect}, or hold out others (data.split, data.fold)")
     warn_once(lines)
-
-
-def _labels(cases: Sequence[Case], read: Read) -> frozenset[int]:
-    """Return the foreground labels of cases, one case at a time: their files may be too many to be open at once."""
-    return frozenset[int]().union(*(read(case).labels for case in cases))
 
 
 def _load(reader: CaseReader, options: Data, train: Sequence[Case], val: Sequence[Case]) -> None:

@@ -3,7 +3,6 @@
 Also where voxels lie: the grid of a file, the one that the network sees, and resampling between them.
 """
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -22,7 +21,7 @@ from unet3d.base.types import THRESHOLD
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.labels import Relabel, options_for
+from unet3d.data.labels import Relabel, WrongLabels, options_for
 from unet3d.data.nifti import (
     FORMS,
     MAX_VOXELS,
@@ -316,24 +315,10 @@ def with_values(labels: np.ndarray, values: Sequence[int] | None) -> np.ndarray:
     return written
 
 
-class UnknownLabels(UserError):
-    """A label map holds values that are no class.
-
-    `labels` are its labels but 0, where they are whole numbers, `options` may make them classes; `alone` is the message
-    without the remedy.
-    """
-
-    def __init__(self, message: str, labels: frozenset[int] = frozenset(), options: Sequence[str] = ()) -> None:
-        remedy = f"correct the file, or add {shlex.join(options)}" if options else "map them with data.label_map"
-        super().__init__(f"{message}; {remedy}")
-        self.labels = labels
-        self.alone = message
-
-
 def read_classes(file: OpenFile, values: LabelValues) -> np.ndarray:
     """Return the classes, uint8 or uint16 (X, Y, Z), of a label map in its file's axes.
 
-    Each voxel is a class or `values.ignore`. Raises UnknownLabels, UserError.
+    Each voxel is a class or `values.ignore`. Raises WrongLabels, UserError.
     """
     classes, ignore, relabel, _ = values
     array = nifti.read_array(file)
@@ -370,7 +355,7 @@ def _rounded(array: np.ndarray, voxels: ArrayProxy) -> np.ndarray:
     return np.where(is_near, whole, array)
 
 
-def _unknown_labels(file: OpenFile, array: np.ndarray, is_unknown: np.ndarray, values: LabelValues) -> UnknownLabels:
+def _unknown_labels(file: OpenFile, array: np.ndarray, is_unknown: np.ndarray, values: LabelValues) -> WrongLabels:
     """Return the error for the labels of a file that are neither a class nor `ignore`."""
     classes, ignore, relabel, names = values
     stored = np.unique(array)
@@ -385,4 +370,5 @@ def _unknown_labels(file: OpenFile, array: np.ndarray, is_unknown: np.ndarray, v
     what = f"{is_unknown.sum()} voxels have the label {listed}; allowed are {allowed}"
     # Of a map, only all files say which class is in none of them.
     options = options_for(labels, classes, None, names) if relabel is None else ()
-    return UnknownLabels(f"{file.case_id}: {file.path}: {what}", labels, options)
+    remedy = "correct the file" if options else "map them with data.label_map"
+    return WrongLabels(f"{file.case_id}: {file.path}: {what}", remedy, options, labels)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -34,16 +34,9 @@ NOISE = 0.03  # std of each channel
 BIAS = 0.15  # std of the log of the gain
 GAP = 0.03  # between structures; 1 is half the volume
 FAR = 0.6  # stands for any large distance
+# Its name, image and label (X, Y, Z), stored in their types, and the affine (4, 4) of both, to mm.
+GeneratedCase = tuple[str, np.ndarray, np.ndarray, np.ndarray]
 LEVELS = 255  # nilearn divides its 8-bit voxels by their largest value
-
-
-class GeneratedCase(NamedTuple):
-    """`image` and `label` (X, Y, Z), stored in their types, and the `affine` (4, 4) of both, to mm."""
-
-    name: str
-    image: np.ndarray
-    label: np.ndarray
-    affine: np.ndarray
 
 
 @layout(generated="data/phantom")
@@ -61,13 +54,14 @@ def mni152(root: Path, data: Data) -> DatasetInfo:
 def phantom_outline(data: Data) -> DatasetInfo:
     """Return what `read_dataset` returns for the phantom, and generate no file. Raises UserError."""
     folder = phantom_folder(data.phantom, Path(data.root or LAYOUTS["phantom"]["generated"]))
-    content = _content(PHANTOM, [_entry(name) for name in _phantom_names(data.phantom)])
+    content = _content(PHANTOM, _phantom_names(data.phantom))
     return sound(decathlon_of(DatasetJson(folder, data.allow_outside, content), data))
 
 
-def _content(about: Mapping[str, Any], entries: list[dict[str, str]]) -> dict[str, Any]:
-    """Return a dataset.json of these entries."""
-    return {**about, "numTraining": len(entries), "training": entries}
+def _content(about: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a dataset.json of the cases of these names."""
+    entries = [{kind: f"{kind}sTr/{name}.nii.gz" for kind in ("image", "label")} for name in names]
+    return {**about, "numTraining": len(names), "training": entries}
 
 
 def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[GeneratedCase]) -> Path:
@@ -79,24 +73,19 @@ def write_dataset(folder: Path, about: Mapping[str, Any], cases: Iterable[Genera
     if (folder / "dataset.json").is_file():
         return folder
     try:
-        entries = list[dict[str, str]]()
-        for case in cases:
-            entries.append(_entry(case.name))
-            for name, voxels in zip(entries[-1].values(), (case.image, case.label), strict=True):
-                image = nib.Nifti1Image(voxels, case.affine)
+        names = list[str]()
+        for name, *arrays, affine in cases:
+            names.append(name)
+            for part, voxels in zip(("imagesTr", "labelsTr"), arrays, strict=True):
+                image = nib.Nifti1Image(voxels, affine)
                 image.header.set_xyzt_units("mm")
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                restore.save_image(folder / name, image)
-        write_text(folder / "dataset.json", json.dumps(_content(about, entries), indent=1))
+                (folder / part).mkdir(parents=True, exist_ok=True)
+                restore.save_image(folder / part / f"{name}.nii.gz", image)
+        write_text(folder / "dataset.json", json.dumps(_content(about, names), indent=1))
     except OSError as error:
         remedy = make_room(error) if is_disk_full(error) else "name a writable folder in data.root"
         raise UserError(f"{folder}: cannot be generated ({error.strerror}); {remedy}") from error
     return folder
-
-
-def _entry(name: str) -> dict[str, str]:
-    """Return a case's entry in dataset.json."""
-    return {kind: f"{kind}sTr/{name}.nii.gz" for kind in ("image", "label")}
 
 
 def ensure_phantom(options: Phantom, parent: Path) -> Path:
@@ -127,7 +116,7 @@ def _phantom_cases(options: Phantom) -> Iterator[GeneratedCase]:
     affine = _phantom_affine(options)
     for index, name in enumerate(progress.track(_phantom_names(options), "generating cases", options.cases)):
         image, label = draw_phantom(np.random.default_rng([options.seed, index]), options.shape)
-        yield GeneratedCase(name, np.rint(1000 * image).astype(np.int16), label, affine)
+        yield name, np.rint(1000 * image).astype(np.int16), label, affine
 
 
 def _phantom_names(options: Phantom) -> list[str]:
@@ -253,7 +242,7 @@ def _mni152_cases() -> Iterator[GeneratedCase]:
     loads = datasets.load_mni152_template, datasets.load_mni152_gm_template, datasets.load_mni152_wm_template
     maps = [load(resolution=1) for load in loads]
     image, gray, white = (np.rint(LEVELS * np.asarray(one.dataobj)).astype(np.int16) for one in maps)
-    yield GeneratedCase("mni152", image, mni152_labels(gray, white), maps[0].affine)
+    yield "mni152", image, mni152_labels(gray, white), maps[0].affine
 
 
 def mni152_labels(gray: np.ndarray, white: np.ndarray) -> np.ndarray:
