@@ -28,8 +28,8 @@ compress = gzip.compress
 
 
 def read(path: Path) -> np.ndarray:
-    with nifti.open_file("a", path) as stream:
-        return nifti.read_array(nifti.OpenFile("a", path, nifti.open_image("a", path), stream))
+    with nifti.opened("a", path, "auto") as file:
+        return nifti.read_array(file._replace(image=nifti.open_image("a", path)))
 
 
 def refusal(path: Path) -> str:

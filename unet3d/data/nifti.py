@@ -117,7 +117,7 @@ def visible(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def open_file(case_id: str, path: Path) -> BinaryIO:
+def _open_file(case_id: str, path: Path) -> BinaryIO:
     """Open a file that has the name and the first bytes of a NIfTI file. Raises UserError."""
     if not ending(path):
         raise problem(case_id, path, f"is not a {' or '.join(NIFTI_ENDINGS)} file; convert it")
@@ -151,14 +151,30 @@ def _absence(case_id: str, path: Path) -> str:
     return f"{what}; restore it or remove the case"
 
 
+class OpenFile(NamedTuple):
+    """An open NIfTI file: its checked header as an image, and the stream that its voxels are read from."""
+
+    case_id: str
+    path: Path
+    image: nib.Nifti1Image
+    stream: BinaryIO
+
+
+@contextmanager
+def opened(case_id: str, path: Path, form: str) -> Iterator[OpenFile]:
+    """Open a file within, its header checked. Raises UserError."""
+    with _open_file(case_id, path) as stream:
+        yield OpenFile(case_id, path, _read_header(case_id, path, stream, form), stream)
+
+
 def open_image(case_id: str, path: Path, form: str = "auto") -> nib.Nifti1Image:
     """Return the file with its header checked, its voxels unread. Raises UserError."""
-    with open_file(case_id, path) as stream:
-        return read_header(case_id, path, stream, form)
+    with opened(case_id, path, form) as file:
+        return file.image
 
 
 @quiet_nibabel()
-def read_header(case_id: str, path: Path, stream: BinaryIO, form: str = "auto") -> nib.Nifti1Image:
+def _read_header(case_id: str, path: Path, stream: BinaryIO, form: str) -> nib.Nifti1Image:
     """Return an open file as an image, its header checked, its voxels unread. Raises UserError.
 
     Its affine is that of the `form` (data.affine); its header keeps all that the file's says.
@@ -174,10 +190,10 @@ def read_header(case_id: str, path: Path, stream: BinaryIO, form: str = "auto") 
         raise problem(case_id, path, f"not readable as NIfTI ({error}); replace the file") from error
     if is_compressed(path.name):
         held_bytes *= MAX_DEFLATE
-    affines = affines_of(header)
-    for fault in (*_voxel_faults(voxels, held_bytes), *_place_faults(affines, form, zooms)):
+    affines, taken = affines_of(header, form)
+    for fault in (*_voxel_faults(voxels, held_bytes), *_place_faults(affines, taken, zooms)):
         raise problem(case_id, path, fault)
-    image = kind(voxels, affines[form_taken(affines, form)], header)
+    image = kind(voxels, affines[taken], header)
     image.header.structarr[...] = header.structarr  # nibabel has written an affine that is not its first over others
     return image
 
@@ -226,15 +242,6 @@ def _voxel_faults(voxels: ArrayProxy, held_bytes: int) -> Iterator[str]:
 def channels(image: nib.Nifti1Image) -> int:
     """Return the length of the fourth axis, 1 for a single channel."""
     return prod(image.shape[3:])
-
-
-class OpenFile(NamedTuple):
-    """An open NIfTI file: its checked header as an image, and the stream that its voxels are read from."""
-
-    case_id: str
-    path: Path
-    image: nib.Nifti1Image
-    stream: BinaryIO
 
 
 def read_array(file: OpenFile) -> np.ndarray:
@@ -297,10 +304,11 @@ def replacement(count: int) -> str:
     return f"{count} voxels are NaN or infinite and count as 0 (data.nonfinite=zero)"
 
 
-def affines_of(header: nib.Nifti1Header) -> Affines:
+def affines_of(header: nib.Nifti1Header, form: str) -> tuple[Affines, str]:
     """Return the affine (4, 4), to mm, by each of FORMS that a header has; NaN for a qform that is no rotation.
 
-    pixdim states lengths alone: axes then run as the sform, or the qform, says.
+    And the form that is taken: the one that is asked for, if the header has it, else the first. pixdim states lengths
+    alone: axes then run as the sform, or the qform, says.
     """
     affines = dict[str, np.ndarray]()
     if header["sform_code"] > 0:
@@ -312,12 +320,8 @@ def affines_of(header: nib.Nifti1Header) -> Affines:
     lengths = next(iter(affines.values()), header.get_base_affine()).copy()
     with np.errstate(all="ignore"):  # an axis of no length is refused later
         lengths[:3, :3] *= header["pixdim"][1:4] / np.linalg.norm(lengths[:3, :3], axis=0)
-    return affines | {"pixdim": lengths}
-
-
-def form_taken(affines: Affines, form: str) -> str:
-    """Return the form that an affine is read by: the one that is asked for, if the header has it, else the first."""
-    return form if form in affines else next(iter(affines))
+    affines["pixdim"] = lengths
+    return affines, form if form in affines else next(iter(affines))
 
 
 def affine_fault(affine: np.ndarray) -> str:
@@ -334,11 +338,10 @@ def affine_fault(affine: np.ndarray) -> str:
     return ""
 
 
-def _place_faults(affines: Affines, form: str, zooms: np.ndarray) -> Iterator[str]:
-    """Yield what is wrong with the affine of a form, and with the voxel sizes (mm) that the header states."""
+def _place_faults(affines: Affines, taken: str, zooms: np.ndarray) -> Iterator[str]:
+    """Yield what is wrong with the affine that is taken, and with the voxel sizes (mm) that the header states."""
     if not np.isfinite(zooms).all() or not zooms.all():
         yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
-    taken = form_taken(affines, form)
     fault = affine_fault(affines[taken])
     if fault:
         wrong = next(iter(affines)) if taken == "pixdim" else taken  # which says how axes run
@@ -350,8 +353,7 @@ def _place_faults(affines: Affines, form: str, zooms: np.ndarray) -> Iterator[st
 def doubts(image: nib.Nifti1Image, form: str) -> Iterator[Remark]:
     """Yield that a header states two voxel sizes, no place or another unit than mm, and what counts."""
     header = image.header
-    affines = affines_of(header)
-    taken = form_taken(affines, form)
+    affines, taken = affines_of(header, form)
     if form == "auto" and taken == "pixdim":
         yield "has neither sform nor qform: which side is left is a guess", "set one"
     elif taken != form and _states_two_sizes(affines):
@@ -377,8 +379,7 @@ def oddities(image: nib.Nifti1Image, form: str) -> Iterator[Remark]:
     axes = image.affine[:3, :3] / voxel_sizes(image.affine)
     if np.abs(axes.T @ axes - np.eye(3)).max() > SHEAR:
         yield "its grid is sheared", "it is used as if its axes were at right angles"
-    affines = affines_of(image.header)
-    taken = form_taken(affines, form)
+    affines, taken = affines_of(image.header, form)
     if "qform" not in affines or taken == form:
         return
     first, other = affines[taken], affines["qform"]

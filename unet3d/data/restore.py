@@ -27,7 +27,6 @@ from unet3d.data.nifti import (
     SMALLEST,
     affine_fault,
     affines_of,
-    form_taken,
     is_compressed,
     open_image,
     problem,
@@ -372,9 +371,8 @@ def returned(image: ImageLike, voxels: np.ndarray, case: Case) -> np.ndarray | n
     source = open_image(case.id, case.images[0], case.affine)
     made = image_like(voxels if voxels.ndim == 3 else np.moveaxis(voxels, 0, -1), source)
     # Its header's affine may be rounded otherwise. Of a named form, the header keeps what the file's says.
-    affines = affines_of(source.header)
-    first = affines[form_taken(affines, "auto")]
-    affine = source.affine if case.affine == "auto" or affine_fault(first) else first
+    affines, first = affines_of(source.header, "auto")
+    affine = source.affine if case.affine == "auto" or affine_fault(affines[first]) else affines[first]
     return type(made)(made.dataobj, affine, made.header)
 
 

@@ -22,18 +22,7 @@ from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
 from unet3d.data.labels import Relabel, WrongLabels, options_for
-from unet3d.data.nifti import (
-    FORMS,
-    MAX_VOXELS,
-    OpenFile,
-    affine_fault,
-    affines_of,
-    channels,
-    form_taken,
-    open_image,
-    problem,
-    read_image,
-)
+from unet3d.data.nifti import FORMS, MAX_VOXELS, OpenFile, affine_fault, affines_of, channels, problem, read_image
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
@@ -133,9 +122,9 @@ def _misfit(case: Case, first: nib.Nifti1Image, image: nib.Nifti1Image) -> str:
     if image.shape[:3] != size:
         return f"has {image.shape[:3]} voxels, not the {size} of {path}; resample it onto the image's grid"
     what = f"lies up to {distance:.3g} voxels away from {path}"
-    by_form = [affines_of(one.header) for one in (first, image)]
     for form in FORMS:
-        affine, other = (affines[form_taken(affines, form)] for affines in by_form)
+        of_both = [affines_of(one.header, form) for one in (first, image)]
+        affine, other = (affines[taken] for affines, taken in of_both)
         are_sound = not affine_fault(affine) and not affine_fault(other)
         if are_sound and Grid(size, affine).distance(Grid(size, other)) <= SAME_GRID:
             both = f"but by their {form} both have one grid: add data.affine={form}"
@@ -210,9 +199,9 @@ class ImageFiles:
     @contextmanager
     def opened(self, case: Case, path: Path) -> Iterator[OpenFile]:
         """Open a file within. Raises UserError."""
-        with nifti.open_file(case.id, path) as stream:
-            self.headers[path] = nifti.read_header(case.id, path, stream, case.affine)
-            yield OpenFile(case.id, path, self.headers[path], stream)
+        with nifti.opened(case.id, path, case.affine) as file:
+            self.headers[path] = file.image
+            yield file
 
     def header(self, case: Case, path: Path) -> nib.Nifti1Image:
         """Return the header of a file as an image, as it was when the file was opened last. Raises UserError."""
@@ -288,7 +277,7 @@ def read_volume(
 
 def read_label_map(case: Case, path: Path, values: LabelValues) -> tuple[np.ndarray, nib.Nifti1Image]:
     """Return the classes of a label map of the case, as `read_classes`, and its header. Raises UserError."""
-    with ImageFiles().opened(case, path) as file:
+    with nifti.opened(case.id, path, case.affine) as file:
         return read_classes(file, values), file.image
 
 
@@ -303,7 +292,7 @@ def on_network_grid(
 
 def stored_spacing(case: Case) -> tuple[float, float, float]:
     """Return the voxel size (mm) along the axes of the case's first file. Raises UserError."""
-    x, y, z = voxel_sizes(open_image(case.id, case.images[0], case.affine).affine).tolist()
+    x, y, z = voxel_sizes(nifti.open_image(case.id, case.images[0], case.affine).affine).tolist()
     return x, y, z
 
 

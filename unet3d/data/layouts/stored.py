@@ -252,7 +252,11 @@ def folders(root: Path, data: Data) -> DatasetInfo:
     labels = root / data.labels
     # A folder that the command line puts outside of the root is outside on purpose.
     outside = [folder for folder in (images, labels) if not folder.is_relative_to(root) or ".." in folder.parts]
-    cases = inside(_cases_of_folders(images, labels), (root, *outside), data.allow_outside)
+    maps = nifti.by_stem(nifti.volumes_in(labels))
+    sorted_cases((Case(name, (), path) for name, path in maps.items()), labels)
+    grouped = _images_by_case(images, maps)
+    found = (Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items())
+    cases = inside(sorted_cases(found, images), (root, *outside), data.allow_outside)
     count = mode(len(case.images) for case in cases)  # the others lack a channel, or have one too many
     if count == 1:
         first = next(case for case in cases if len(case.images) == count)
@@ -265,14 +269,6 @@ def folders(root: Path, data: Data) -> DatasetInfo:
     where = "data.classes" if regions is None else "data.regions"
     dataset = DatasetInfo(root.name, tuple(f"channel_{channel}" for channel in range(count)), cases, data.ignore)
     return with_classes(dataset, names, data, where, regions)
-
-
-def _cases_of_folders(images: Path, labels: Path) -> tuple[Case, ...]:
-    """Return the cases of a folder of images and one of label maps. Raises UserError."""
-    maps = nifti.by_stem(nifti.volumes_in(labels))
-    sorted_cases((Case(name, (), path) for name, path in maps.items()), labels)
-    grouped = _images_by_case(images, maps)
-    return sorted_cases((Case(name, in_order(name, paths), maps.get(name)) for name, paths in grouped.items()), images)
 
 
 def _images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Path]]:
