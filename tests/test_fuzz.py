@@ -44,7 +44,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 NO_END_OF_FILE = tuple(kind for kind in nifti.READ_ERRORS if kind is not EOFError)
 
 
-@promise("data sets", "files damaged at random give an error line or are harmless")
+@promise(
+    "data sets",
+    "files damaged at random give an error line or are harmless, open nothing outside and take no memory",
+)
 @without("unet3d.data.nifti.READ_ERRORS", NO_END_OF_FILE)
 def test_damage_is_refused_or_harmless(tmp_path: Path, watch: fuzz.Watch) -> None:
     found = [fuzz.trial(number, 0, tmp_path / "trial", watch)[:2] for number in range(45)]

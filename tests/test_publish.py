@@ -139,7 +139,7 @@ def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: li
 
 @promise(
     "checkpoints and run folders",
-    "a small file in which one set of numbers stands for many weights or networks is refused",
+    "a small file in which one set of numbers stands for many weights or networks is refused before a network is built",
 )
 @pytest.mark.parametrize("kind", ["aliased", "expanded"])
 def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(

@@ -386,7 +386,7 @@ def be_killed_once() -> None:
 @promise(
     "Ranks",
     "a rank is killed while another's GPU waits for it",
-    "the other notices within two seconds; STATUS names the killed one",
+    "the other notices within a second or two; STATUS names the killed one",
 )
 @without("unet3d.base.ranks._ended", nothing)
 def test_a_rank_that_waits_for_its_gpu_notices_that_another_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def import_object(name: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{name}={path}: {attribute} cannot be called")
     arguments = options_with("imports").get({"--model": "model.path"}.get(name, name))
     signature = None
-    with suppress(TypeError, ValueError):  # It is not written in Python.
+    with suppress(TypeError, ValueError):  # What is not written in Python may have none.
         signature = inspect.signature(part)
     if arguments is not None and signature is not None:
         try:
@@ -158,7 +158,7 @@ def model(model_config: Model, seed: int) -> nn.Module:
     try:
         network = make(model_config.in_channels, model_config.classes)
     except RuntimeError as error:
-        if "UninitializedParameter" in str(error):  # Fake tensors have none.
+        if "UninitializedParameter" in str(error):  # There are no fake tensors of lazy parameters.
             raise lazy from error
         raise
     except SystemExit as end:

@@ -526,7 +526,10 @@ def test_an_array_with_a_forged_shape_is_made_again(tmp_path: Path, shape: tuple
     assert np.array_equal(found, NUMBERS["voxels"])
 
 
-@promise("data sets", "no link in `data.cache_root` is followed, and a pipe is not waited for")
+@promise(
+    "data sets",
+    "no link in `data.cache_root` is followed: nothing outside is read, written or removed; a pipe is not waited for",
+)
 @promise("Data", "a link or a folder in place of a prepared case", "replaced; refused; nothing behind it is touched")
 def test_a_link_is_replaced_and_what_is_behind_it_stays(tmp_path: Path) -> None:
     """Whoever may write to a cache that is shared may not make others read and write files of their own."""

@@ -68,7 +68,7 @@ def test_value_and_gradient_are_those_of_monais_dice_and_torchs_binary_cross_ent
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-16)
 
 
-@pytest.mark.parametrize("weights", [None, torch.tensor([0.2, 1.0, 3.0]).double()], ids=("even", "weighted"))
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.2, 1.0, 3.0])], ids=("even", "weighted"))
 @pytest.mark.parametrize(("batch_dice", "chunk"), [(True, 400), (False, None)], ids=("chunks", "as on the CPU"))
 @every_loss
 def test_value_and_gradient_are_those_of_whole_maps(

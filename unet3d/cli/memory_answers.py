@@ -49,7 +49,7 @@ BATCHES = (1, 2, 4, 8)
 SCALES = (0.25, 0.5, 1, 1.5, 2)  # Times the widths.
 WORK = "recompute: forward passes in a step"
 SIZES = (0.5, 0.75, 1, 1.25, 1.5)  # Times the patch's sides.
-POINTS = len(BATCHES + SCALES + SIZES)  # A job has at most this many.
+POINTS = len(BATCHES + SCALES + SIZES)  # A job's curves have at most this many.
 
 
 def estimated(overrides: Sequence[str], half: bool) -> MemoryEstimate:

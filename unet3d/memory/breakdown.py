@@ -60,7 +60,7 @@ class Levels:
         self._level_of: dict[str, int] = {}  # Of each stage; empty for another network.
         if "inc" in stages:
             self._level_of = dict.fromkeys(("inc", "outc", "data", "loss"), 0)
-            for number in range(1, depth + 1):
+            for number in range(depth + 1):
                 self._level_of |= {f"down{number}": number, f"up{number}": depth - number}
         self._weight_shapes = {storage.shape for storage in ledger.storages if storage.role == "params"}
         self._encoder = self._map_sizes(ledger, r"inc|down\d+")

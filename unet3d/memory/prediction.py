@@ -109,7 +109,7 @@ def usual_estimates(subject: MemoryEstimate) -> dict[str, int]:
 
     with fake_mode(build.device_type(subject.config)):
         policy = build.policy(subject.config, "cpu")
-        model = fake_model(subject.config, subject.model, subject.dtype)
+        model = fake_model(subject.config, subject.model, subject.dtype).train()
         for module in model.modules():
             module.register_forward_hook(count)
         policy.forward(model, fake_batch(subject.config, subject.model, subject.dtype).image)

@@ -232,7 +232,8 @@ def batch_of(
     if label is None:
         label = torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
     if device is None:
-        return Batch(torch.empty(shape, dtype=dtype), torch.zeros(label.shape, dtype=label.dtype))
+        empty = torch.empty(shape, dtype=dtype, device="cpu")
+        return Batch(empty, torch.zeros(label.shape, dtype=label.dtype, device="cpu"))
     return Batch(example.to(device), label.to(device))
 
 

@@ -130,16 +130,20 @@ def normalised_maps(size: Sequence[int], model: Model) -> list[tuple[int, Triple
     for width in reversed(decoder):
         widths += [width, width]
     axes = [lengths(length, model, axis) for axis, length in enumerate(size)]
-    sizes = [_triple("size", size) for size in zip(*axes, strict=False)]
-    return list(zip(widths, sizes, strict=False))
+    if not all(axes):
+        return []
+    sizes = [_triple("size", size) for size in zip(*axes, strict=True)]
+    return list(zip(widths, sizes, strict=True))
 
 
 def larger_patch(size: Sequence[int], model: Model) -> list[int]:
     """Return the next larger patch that fits and leaves more than one voxel of each map."""
     larger = list(size)
-    while ONES in [map_size for _, map_size in normalised_maps(larger, model)]:
+    while True:
+        sizes = [map_size for _, map_size in normalised_maps(larger, model)]
+        if sizes and ONES not in sizes:
+            return larger
         larger = [_next_length(length, model, axis) for axis, length in enumerate(larger)]
-    return larger
 
 
 def _next_length(length: int, model: Model, axis: int) -> int:

@@ -117,9 +117,10 @@ class Run:
         model = build.prepare_for_ranks(policy.formatted(model.to(device)))
         optimizer = optim.optimizer(config.optim, model)
         technique = technique._replace(
-            window_program=_program_of(model.eval(), technique.window_program, policy.dtype),
             program=_program_of(model.train(), technique.program, policy.dtype),
+            window_program=_program_of(model.eval(), technique.window_program, policy.dtype),
         )
+        model.train()
         policy = replace(policy, technique=technique)
         return Learner(model, loss, optimizer, policy.scaler(), policy)
 
@@ -144,11 +145,8 @@ class Run:
             "intensity": [asdict(rule) for rule in data.read.intensity],
             "ignore": data.dataset.ignore,
         }
-        names = {
-            "train": [case.id for case in data.train],
-            "val": [case.id for case in data.val],
-        }  # data.split reads it.
-        write_json(folder / "split.json", {**names, "data": about})
+        names = {"train": [case.id for case in data.train], "val": [case.id for case in data.val]}
+        write_json(folder / "split.json", {**names, "data": about})  # data.split reads the names.
         self.loggers = open_loggers(config, folder)
         grid = ""
         if has_own_grids(data, config.data):

@@ -32,7 +32,7 @@ MOST_ITEMS = 500  # of a list or a text in memory.json
 MAX_MEMORY_BYTES = 2**23  # of the file
 PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")  # in env.json
 SOURCE = Path(__file__).resolve().parents[2]  # The checkout of a package that is not installed.
-MAX_HEAD_BYTES = 2**12  # A file of git names one commit.
+MAX_HEAD_BYTES = 2**12  # No file of git that names a commit is larger.
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 DEEPEST = 10  # levels of nested JSON
 MOST_PHASES = 20  # of a step
@@ -323,8 +323,10 @@ def fits(value: Any, shape: Any) -> bool:
             if not (fits(value[name], part) if name in value else name != key):
                 return False
         return True
-    if isinstance(shape, dict) or not isinstance(value, shape) or isinstance(value, bool):  # JSON's true is no number
+    if isinstance(shape, dict) or not isinstance(value, shape):
         return False
+    if isinstance(value, bool):
+        return bool(shape is bool)  # JSON's true is no number.
     return not isinstance(value, int) or abs(value) <= LARGEST_NUMBER
 
 

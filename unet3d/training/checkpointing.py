@@ -72,6 +72,7 @@ def checkpointed(model: nn.Module, image: Tensor, segment_starts: Sequence[int])
         fault = "has a forward or hooks of its own, or is no nn.Sequential"
         raise UserError(f"ckpt: the network {type(model).__name__} {fault}; put them into a stage, or set ckpt=0")
     assert isinstance(model, nn.Sequential)
+    assert segment_starts[0] == 0 and sorted({*segment_starts}) == [*segment_starts]
     # A recomputation ends once all that backward needs is saved; RReLU's noise is filled after that.
     may_end_early = not any(isinstance(module, nn.RReLU) for module in model.modules())
     stages = list(model)

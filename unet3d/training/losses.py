@@ -108,7 +108,7 @@ class SegmentationLoss:
         if self.function in IN_CHUNKS:  # they convert a chunk at a time
             return self.function(logits, label, self.options)
         value: object = self.function(logits.float(), label.long(), self.options)
-        place = f"loss.path={self.path}"
+        place = f"loss.path={self.path}" if self.path else f"loss {self.function.__name__}"
         if not isinstance(value, Tensor):
             raise UserError(f"{place}: returns {type(value).__name__}; return a torch tensor, one number")
         if value.dim() or not value.is_floating_point():
@@ -196,9 +196,13 @@ class InChunks(torch.autograd.Function):
         dice: bool,
         ce: bool,
     ) -> Tensor:
-        if options.regions is not None and options.weights is None:
-            ones = torch.ones_like(options.regions[:, 0], dtype=_exact(logits.dtype))
-            options = replace(options, weights=ones)
+        weights, table = (
+            None if tensor is None else tensor.to(logits.device, _exact(logits.dtype))
+            for tensor in (options.weights, options.regions)
+        )
+        if table is not None and weights is None:
+            weights = torch.ones_like(table[:, 0])
+        options = replace(options, weights=weights, regions=table)
         sums = _sum_chunks(logits, label, options, dice, ce)
         shared = [sums[name] for name in ("log_likelihood", "weight") if name in sums]
         if options.batch_dice and dice:
