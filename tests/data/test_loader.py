@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from unet3d.base import ranks
 from unet3d.base.errors import LoaderError, UserError
 from unet3d.base.types import IGNORE, Batch
 from unet3d.config.schema import Augment, Config, Data
+from unet3d.data.labels import wrong_labels
 from unet3d.data.loader import batches, lost, micro_batches, worker_count
 from unet3d.data.patches import (
     MAX_CENTRES,
@@ -299,6 +301,10 @@ def refuse() -> None:
     raise UserError("case7: a.nii: damaged; replace the file")
 
 
+def refuse_labels() -> None:
+    raise wrong_labels("case7: a.nii: damaged", "replace the file")
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -323,10 +329,17 @@ def test_an_error_in_a_worker_names_its_cases_and_keeps_its_trace(workers: int) 
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("act", [refuse, refuse_labels])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_case_that_cannot_be_used_stays_a_user_error_in_one_line(workers: int) -> None:
+def test_a_case_that_cannot_be_used_stays_a_user_error_in_one_line(workers: int, act: Callable[[], None]) -> None:
     with pytest.raises(UserError, match=r"^case7: a\.nii: damaged; replace the file$"):
-        second(refuse, workers)
+        second(act, workers)
+
+
+def test_an_error_about_labels_reaches_other_ranks_whole() -> None:
+    error = wrong_labels("a: labels are numbered 0, 2", "number them", ["data.label_map={1:2}"], frozenset({2}))
+    sent = pickle.loads(pickle.dumps(error))
+    assert (str(sent), vars(sent)) == (str(error), vars(error))
 
 
 @without("unet3d.data.loader.is_out_of_memory", no)

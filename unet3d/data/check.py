@@ -122,7 +122,7 @@ def check_cases(
                 what = "has no label map; it is neither learned from nor scored"
                 found.warnings.append(f"{case.id}: {case.images[0]}: {what}")
             odd += remarks(case, opened, nifti.oddities)
-            _read_content(found, dataset, case, files, [*opened])
+            _read_content(found, dataset, case, files, [path for path in case.files if path in opened])
     found.warnings += [*in_few_lines(doubts), *in_few_lines(odd)]
     if found.unknown:
         _propose_label_map(found, dataset)
@@ -357,8 +357,15 @@ def _are_same(case: Case, other: Case, files: ImageFiles) -> bool:
     turns = [*product(permutations(range(3)), product((slice(None), slice(None, None, -1)), repeat=3))]
     waiting = list(_channels(other, files))
     for channel in _channels(case, files):
-        turned = ((place, twin.transpose(axes)[mirror]) for place, twin in enumerate(waiting) for axes, mirror in turns)
-        found = next((place for place, twin in turned if np.array_equal(channel, twin)), None)
+        found = next(
+            (
+                place
+                for place, twin in enumerate(waiting)
+                for axes, mirror in turns
+                if np.array_equal(channel, twin.transpose(axes)[mirror])
+            ),
+            None,
+        )
         if found is None:
             return False
         del waiting[found]

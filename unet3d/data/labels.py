@@ -21,18 +21,25 @@ Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all
 
 
 class WrongLabels(UserError):
-    """Labels that are no classes; `options` may make them some.
+    """Labels that are no classes; `options` may make them some. Made by `wrong_labels`, again by its text alone.
 
     `labels` are those of a label map but 0, where they are whole numbers; `alone` is the message without the remedy.
     """
 
-    def __init__(
-        self, message: str, remedy: str, options: Sequence[str] = (), labels: frozenset[int] = frozenset()
-    ) -> None:
-        super().__init__(f"{message}; {remedy}{f', or add {shlex.join(options)}' if options else ''}")
-        self.alone = message
-        self.options = options
-        self.labels = labels
+    alone = ""
+    options: Sequence[str] = ()
+    labels: frozenset[int] = frozenset()
+
+
+def wrong_labels(
+    message: str, remedy: str, options: Sequence[str] = (), labels: frozenset[int] = frozenset()
+) -> WrongLabels:
+    """Return the error for such labels, with the options that help."""
+    error = WrongLabels(f"{message}; {remedy}{f', or add {shlex.join(options)}' if options else ''}")
+    error.alone = message
+    error.options = options
+    error.labels = labels
+    return error
 
 
 def class_names(names: Mapping[int, str], ignore: int | None, where: object) -> tuple[str, ...]:
@@ -58,7 +65,7 @@ def in_sequence(names: Mapping[int, str], what: str, where: object, options: Seq
     """Return names by number: 0, 1, 2 ... Else raises WrongLabels, with the options that help."""
     if not names or sorted(names) != list(range(len(names))):
         numbers = f"{where}: {what} are numbered {shown(sorted(names))}"
-        raise WrongLabels(numbers, "number them 0, 1, 2 ... without a gap", options)
+        raise wrong_labels(numbers, "number them 0, 1, 2 ... without a gap", options)
     refuse_odd_names(names, what, where)
     return tuple(names[number] for number in sorted(names))
 

@@ -18,7 +18,6 @@ from unet3d.base.types import Batch, mib
 from unet3d.config.schema import Config
 from unet3d.data.patches import Patches, PatchIndex
 
-WRAPPED = f"{UserError.__module__}.{UserError.__name__}: "
 SHARED = Path("/dev/shm")
 MOST_WORKERS = 8  # of workers=auto
 USES_SHARED = f"batches of data workers pass through {SHARED}: enlarge it (docker run --shm-size=2g), or set workers=0"
@@ -129,7 +128,7 @@ def _next(stream: Iterator[Batch], cases: Sequence[str]) -> Batch:
         return next(stream)
     except UserError as error:  # a worker's has a traceback around it
         last_line = str(error).strip().splitlines()[-1]
-        raise UserError(last_line.removeprefix(WRAPPED)) from None
+        raise UserError(last_line.removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")) from None
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -21,7 +21,7 @@ from unet3d.base.types import THRESHOLD
 from unet3d.config.schema import Data
 from unet3d.data import nifti
 from unet3d.data.cases import Case, DatasetInfo
-from unet3d.data.labels import Relabel, WrongLabels, options_for
+from unet3d.data.labels import Relabel, WrongLabels, options_for, wrong_labels
 from unet3d.data.nifti import FORMS, MAX_VOXELS, OpenFile, affine_fault, affines_of, channels, problem, read_image
 
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
@@ -360,4 +360,4 @@ def _unknown_labels(file: OpenFile, array: np.ndarray, is_unknown: np.ndarray, v
     # Of a map, only all files say which class is in none of them.
     options = options_for(labels, classes, None, names) if relabel is None else ()
     remedy = "correct the file" if options else "map them with data.label_map"
-    return WrongLabels(f"{file.case_id}: {file.path}: {what}", remedy, options, labels)
+    return wrong_labels(f"{file.case_id}: {file.path}: {what}", remedy, options, labels)
