@@ -274,7 +274,7 @@ def run_process(command: list[str], log: IO[str] | None = None) -> tuple[int, bo
         except KeyboardInterrupt:
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 child.wait(GRACE)  # a terminal has interrupted it as well
-            child.kill()  # It may still be at work.
+            child.kill()  # A child that ignores the signal is still at work.
             child.wait()
             return INTERRUPTED, True
     for number in asked:

@@ -114,7 +114,7 @@ def fake_steps(
 
 def take_weights_together(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of fake weights update all of them at once, as torch chooses where weights are on CUDA."""
-    if isinstance(optimizer, torch.optim.Adafactor):  # It takes them one by one everywhere.
+    if isinstance(optimizer, torch.optim.Adafactor):  # Adafactor takes parameters one by one everywhere.
         return
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):

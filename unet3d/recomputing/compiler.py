@@ -263,7 +263,7 @@ class Compiler:
             self._free(other)
         self._send(index, streamed)
         for source in sizes.sources[index]:
-            # It is complete, or one of several parts.
+            # The source's gradient is complete, or one of several parts that can be sent.
             is_last = sizes.is_cheap_stem[source] and source not in sizes.outputs and sizes.users[source][0] == index
             if source in self.gradients and (is_last or self._flush_partially(source, index)):
                 self._flush(source, index)

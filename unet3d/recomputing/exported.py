@@ -161,7 +161,7 @@ class Reader:
             fault = f"forward turns on torch.autocast with {self.precision.dtype} by itself"
             raise refusal(node, fault, ", which recompute does not follow; call the network within it instead")
         if op.startswith("_assert"):
-            return  # It is about types and sizes, which are those of the example.
+            return  # An assertion about types and sizes holds: they are the example's.
         if call.is_random() and args and isinstance(args[0], Value):
             if op not in DROPOUTS:
                 self._read_numbers(node, call)

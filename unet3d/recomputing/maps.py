@@ -34,7 +34,7 @@ def _operations_without_rule(value: Value) -> int:
     try:
         with counter:
             carried_out(value, tensors)
-    except (RuntimeError, NotImplementedError, TypeError):  # It does not run on meta.
+    except (RuntimeError, NotImplementedError, TypeError):  # The operation does not run on meta tensors.
         return 0
     return int(counter.get_total_flops()) // 2
 

@@ -45,7 +45,7 @@ BY_VALUE = frozenset(
     (str, bytes, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 )
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
-MOST_OBJECTS = 50_000  # They take a tenth of a second in each pass.
+MOST_OBJECTS = 50_000  # To look at this many takes a tenth of a second in each pass.
 MISSING = "(missing)"
 SCHEDULES = "_unet3d_schedules"  # The attribute in which the class of a network that recomputes keeps its schedules.
 

@@ -307,14 +307,14 @@ def _gaps(sizes: Sizes, index: int) -> list[range]:
 
 
 LIMITS = (1.0, 1.1, 1.3, 1.6, 1.9)  # Work in forward passes, which may exceed it by LITTLE_WORK.
-LITTLE_WORK = 0.14  # It is that of small convolutions and sums, in forward passes.
-MOST_WORK = 2.2  # It is in forward passes; beyond it, memory falls by little.
+LITTLE_WORK = 0.14  # Forward passes: small convolutions and sums take as much.
+MOST_WORK = 2.2  # Forward passes; with more of them, memory falls by little.
 TRIES = 3000  # So many tables are tried for each limit.
 FEWEST_TRIES = 50
 LOOKS = 3_000_000  # So many entries of tables are tried: of many maps fewer tables.
-ROUNDS = 3  # They start from the limit's best table, from one of more work, and from the best of both.
+ROUNDS = 3  # Rounds start from the limit's best table, from one of more work, and from the best of both.
 DESCENTS = 3  # So many of the first tables, the best of the last limit, are followed down.
-SHARE_OF_DESCENT = 1 / 6  # It is of the tries of a limit.
+SHARE_OF_DESCENT = 1 / 6  # A descent gets this share of a limit's tries.
 MUCH_WORK = 1.3  # From this limit on the other table is that of the least memory.
 STEP = 0.15  # Before, it is the best of a limit so much higher.
 HEAT = 0.03  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e

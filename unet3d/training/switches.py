@@ -48,7 +48,7 @@ def switched(cuda: Cuda, deterministic: bool) -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark, cudnn.deterministic, filling.fill_uninitialized_memory = before
-        cudnn.allow_tf32 = "tf32" in precision  # It sets the two below as well, and is another flag.
+        cudnn.allow_tf32 = "tf32" in precision  # A separate flag, which sets the two below as well.
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = precision
         if deterministic:  # only `use_deterministic_algorithms` also resets the compiler's flag
             torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)

@@ -344,7 +344,7 @@ class Norm(NamedTuple):
     def close_sums(self) -> None:
         """Add to the gradients of weight and bias what has been summed up, when all rows have gone by."""
         state = self.state
-        state.prepared.pop(("completion", self.value), None)  # It is that of another part of the gradient.
+        state.prepared.pop(("completion", self.value), None)  # This was for another part of the gradient.
         state.prepared.pop(("of weight", self.value), None)
         if self.value not in state.sums:
             return
