@@ -117,19 +117,16 @@ def test_a_saved_schedule_is_taken_again_and_one_of_other_options_is_not() -> No
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_the_schedule_that_memory_json_has(tmp_path: Path) -> None:
-    """Another one than a search finds now, as after an update of this package; a damaged one is searched again."""
+    """Another one than a search finds now, as after an update of this package."""
     words = (*TINY, *PLAIN, "recompute=tiles", "steps=1", "eval_every=0", "hydra.run.dir=run")
     assert train(tmp_path, *words, hook=pixels_alone, frills=True).code == 0
     path = tmp_path / "run" / "memory.json"
     memory = json.loads(path.read_text())
     found = memory["schedule"]["keep"]
     every_map_stays = ["f" * len(mask) for mask in found]
-    taken = []
-    for step, keep in enumerate([every_map_stays, [1]], start=2):
-        path.write_text(json.dumps(memory | {"schedule": memory["schedule"] | {"keep": keep}}))
-        assert train(tmp_path, "resume=run", f"steps={step}", hook=pixels_alone, frills=True).code == 0
-        taken.append(json.loads(path.read_text())["schedule"]["keep"])
-    assert taken[0] != found == taken[1]
+    path.write_text(json.dumps(memory | {"schedule": memory["schedule"] | {"keep": every_map_stays}}))
+    assert train(tmp_path, "resume=run", "steps=2", hook=pixels_alone, frills=True).code == 0
+    assert json.loads(path.read_text())["schedule"]["keep"] != found
 
 
 def test_equal_configs_share_a_program_and_what_changes_the_step_does_not() -> None:
