@@ -436,6 +436,17 @@ def test_a_training_part_without_any_foreground_is_an_error(tmp_path: Path) -> N
 
 
 @promise("Data", "a case, a part ...")
+def test_a_file_that_is_a_cases_image_and_label_is_read_as_both(tmp_path: Path) -> None:
+    data = decathlon(tmp_path)
+    paths = [f"./labelsTr/{name}.nii.gz" for name in "abcd"]
+    rewrite(tmp_path, training=[{"image": path, "label": path} for path in paths])
+    assert checked(data) == []
+    for path in paths:
+        write(tmp_path / path, label(classes=1))
+    assert told(errors(checked(data)), [["c: ", " is held out"], ["Small: "]])
+
+
+@promise("Data", "a case, a part ...")
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
