@@ -12,7 +12,7 @@ from evenly import evenly
 from guards import no, without
 from promises import promise
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 from unet3d.base.errors import UserError
 from unet3d.base.types import Batch
@@ -55,7 +55,7 @@ def _count_calls(module: nn.Module) -> list[int]:
 
 def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
     """Checkpoint without restoring the state of the random numbers before the second forward pass."""
-    return checkpoint(*arguments, **options, preserve_rng_state=False)
+    return checkpoint_sequential(*arguments, **options, preserve_rng_state=False)
 
 
 @promise(
@@ -63,7 +63,7 @@ def with_other_random_numbers(*arguments: Any, **options: Any) -> Any:
     "activation checkpointing in 0 or 2 to n segments",
     "loss, gradients, buffers, output are bit-identical (on the CPU, or with `deterministic=true`)",
 )
-@without("unet3d.training.checkpointing.checkpoint", with_other_random_numbers, only="group-0.3-None")
+@without("unet3d.training.checkpointing.checkpoint_sequential", with_other_random_numbers, only="group-0.3-None")
 @pytest.mark.parametrize(
     ("norm", "dropout", "dtype"),
     [
