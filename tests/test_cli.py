@@ -201,7 +201,7 @@ def test_a_value_of_an_option_cannot_command_a_terminal(
 @pytest.mark.slow
 def test_a_sweep_over_values_with_control_codes_shows_none(tmp_path: Path) -> None:
     words = [f"wandb.project='a{CODES}','b{FOREIGN}'", "dry_run=true", "-m", f"hydra.sweep.dir='c{CODES}'"]
-    done = fork(tmp_path, *TINY, *words)
+    done = fork(tmp_path, *TINY, *PLAIN, *words)
     assert done.code == 0, done.err
     assert done.out.count(r"a\x1b[2J\x07\x9b\u202e") == 2, "of the job, and in the table"
     assert r"c\x1b[2J\x07\x9b\u202e/compare.html" in done.out

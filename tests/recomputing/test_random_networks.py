@@ -21,9 +21,9 @@ from unet3d.recomputing.module import Recomputed, schedules_of
 from unet3d.recomputing.program import PLANS
 
 GRAPHS = 20
-CONFIGS = 60  # of our network
+CONFIGS = 40  # of our network
 CLOSE = 1e-10  # of float64, relative to the largest number of its kind
-DRAWN = 50  # one of so many goes by schedules that are drawn at random, too, and as on a GPU
+DRAWN = 30  # one of so many goes by schedules that are drawn at random, too, and as on a GPU
 MOST_VOXELS = 1500
 FACTORS_OF_THREE = range(6051, 6052), range(6111, 6112), range(6151, 6152)  # of rows by nearest neighbours, in tiles
 
