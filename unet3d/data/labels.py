@@ -21,7 +21,9 @@ Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all
 
 
 class WrongLabels(UserError):
-    """Labels that are no classes; `options` may make them some. Made by `wrong_labels`, again by its text alone.
+    """An error about labels that are no classes; `options` may make them some. Built by `wrong_labels`.
+
+    Pickle and data workers build it again from its text alone.
 
     `labels` are those of a label map but 0, where they are whole numbers; `alone` is the message without the remedy.
     """

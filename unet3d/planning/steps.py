@@ -51,8 +51,8 @@ CONVOLUTIONS = 2  # Convolutions of a level, down and up.
 AXES = (2, 1, 0)  # z, y, x
 Padding = Callable[[Sequence[int]], Triple]  # Returns the least patch of at least a size that a network takes.
 COUNTER = 4  # Bytes of the number of steps that Adam keeps for each parameter.
-WARM_UP = 1  # Steps before those that are timed.
-STEPS = 3  # Steps that are timed.
+WARM_UP_STEPS = 1
+TIMED_STEPS = 3
 PATIENCE = 20.0  # Seconds that a step may take to be measured at its own size; else a smaller one is.
 SMALL = 64 * 64 * 32  # Voxels of a patch whose step is always measured.
 USUAL_BYTES = 2600  # A voxel of a patch, of nnU-Net's step in float32; only a first guess.
@@ -324,13 +324,13 @@ def measured_step(config: Config) -> float:
         label = torch.randint(model_config.classes, (config.batch, *config.data.patch)).short()
         batches = [Batch(image, label) for _ in range(config.accumulate)]
         seconds = []
-        with counting("measuring steps", WARM_UP + STEPS) as counter:
-            for number in range(WARM_UP + STEPS):
+        with counting("measuring steps", WARM_UP_STEPS + TIMED_STEPS) as counter:
+            for number in range(WARM_UP_STEPS + TIMED_STEPS):
                 started = time.perf_counter()
                 train_step(*learner, batches, clip=config.optim.clip)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                if number >= WARM_UP:
+                if number >= WARM_UP_STEPS:
                     seconds.append(time.perf_counter() - started)
                 counter.advance()
     return median(seconds)
