@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import hydra
+import hypothesis
 import pytest
 import torch
 from allocator import dispatch_modes
@@ -28,9 +29,16 @@ from unet3d.config.schema import Model
 from unet3d.memory import simulate
 from unet3d.model.unet import UNet3D
 
+# The same examples on every machine, as many as a test that runs at each change can afford.
+hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=30)
+hypothesis.settings.load_profile("quick")
 # Tests send signals; those that whoever started pytest ignores (nohup, `&` in a script) would stay ignored in each run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts of tests/golden anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -128,6 +136,22 @@ hydra.compose = compose_once
 composed = cache(compose.compose)
 progress.FIRST_LINE = math.inf  # a slow machine prints no more than a fast one
 torch.set_num_threads(1)  # these nets are too small to share; threads that wait for each other take minutes
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """A function of a name and a text: the text equals the file of this name in tests/golden.
+
+    `pytest --update-golden` writes the file; read the difference before you commit it.
+    """
+
+    def compare(name: str, text: str) -> None:
+        path = Path(__file__).parent / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert text == path.read_text()
+
+    return compare
 
 
 @pytest.fixture(autouse=True)
