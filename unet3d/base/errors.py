@@ -111,7 +111,7 @@ NO_MEMORY = (  # regular expressions
     "can't allocate",  # the host's allocator
     "Cannot allocate memory",  # the system
     "bad_alloc",  # C++
-    "failed to map segment",  # a library as it is loaded
+    "failed to map segment",  # a library while it is loaded
     "could not create a primitive(?! descriptor)",  # oneDNN; it cannot describe what it does not support
     "CUDA error: out of memory",  # the context, a kernel's code, page-locked memory
     "NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # no memory, and the driver does not say who has it: MIG, vGPU, WSL

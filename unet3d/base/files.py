@@ -47,7 +47,7 @@ def replacing(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
     temporary = None
     try:
         temporary, held = _made(path.parent)
-        with held as file:  # and held until it is in its place
+        with held as file:  # The lock is held until the file is in its place.
             yield file
             file.flush()
             os.fsync(file.fileno())  # content and names outlast a loss of power
@@ -77,7 +77,7 @@ def _made(folder: Path) -> tuple[Path, IO[bytes]]:
         # Not every disk supports locks. That of lockf would end as soon as any map of the file is closed.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:  # else it was removed before it was held
+        if os.fstat(file.fileno()).st_nlink:  # A file without links was removed before it was held.
             return temporary, file
         file.close()
 

@@ -1,6 +1,6 @@
 """What a process sets before it works: how threads wait, what the collector visits, streams that end nothing.
 
-And the command that begins another: it works as it is pasted into a shell, in the same folder.
+And the command that begins another: it works when pasted into a shell, in the same folder.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from unet3d.base.errors import is_disk_full
 
-SCRIPT = Path(__file__).resolve().parents[2] / "train.py"  # of a checkout; an installed package has none
+SCRIPT = Path(__file__).resolve().parents[2] / "train.py"  # A checkout has it, an installed package has not.
 SPINS = "3000"  # turns of a waiting thread's loop before it sleeps; libgomp's own number is 300,000
 
 

@@ -30,7 +30,7 @@ RELEASE = 1.0  # seconds that gloo has to release a tensor
 LOOK = 1.0  # seconds between two looks at whether the others are there
 GRACE = 10.0  # seconds within which each rank that still answers does so, once one does not
 T = TypeVar("T")
-_stores: list[Any] = []  # of torch.distributed; served by torchrun, or else by the first rank
+_stores: list[Any] = []  # Stores of torch.distributed, served by torchrun or by the first rank.
 _joined: list[bool] = []  # whether the ranks work together now
 _stuck: list[bool] = []  # whether this rank's GPU waits for one that is lost
 

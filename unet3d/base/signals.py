@@ -17,7 +17,7 @@ from unet3d.base.errors import Preempted
 # Schedulers send SIGTERM, SIGUSR1 and, by submitit, SIGUSR2; Ctrl-C and a closed terminal the others.
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 130  # exit code: 128 + SIGINT's number
-_answers: list[Callable[[], None]] = []  # of those who take signals, each raises what one has asked for; innermost last
+_answers: list[Callable[[], None]] = []  # Those who take signals: each raises what one has asked for; innermost last.
 
 
 class Stop:
@@ -145,7 +145,7 @@ def interrupted() -> Iterator[Stop]:
 def answered(is_training: bool = False) -> Iterator[None]:
     """Within, Ctrl-C prints a line and raises SystemExit, whatever a library makes of the interrupt.
 
-    Also while libraries load: this module loads none. A training has handlers of its own once it has begun.
+    Also while libraries load: this module loads none. A training has its own handlers once it has begun.
     """
     with nullcontext(Stop()) if is_training else interrupted() as was_asked:
         try:

@@ -70,9 +70,9 @@ class Batch(NamedTuple):
 class ProbabilityBlock(NamedTuple):
     """Class probabilities of a box of a volume. The buffer is reused by the next block."""
 
-    sizes: tuple[int, int, int]  # of the volume, voxels
+    sizes: tuple[int, int, int]  # Sizes of the volume, voxels.
     axes: tuple[int, int, int]  # strips follow along the second, slabs of strips along the first
-    corner: tuple[int, int, int]  # where it begins in the volume
+    corner: tuple[int, int, int]  # Where it begins in the volume.
     probabilities: "Tensor"  # K X Y Z, float32
 
     @property
@@ -88,7 +88,7 @@ class Regions(NamedTuple):
     Together they hold all labels but 0, the background; label maps hold what is drawn.
     """
 
-    labels: tuple[tuple[int, ...], ...]  # of each region, ascending
+    labels: tuple[tuple[int, ...], ...]  # Labels of each region, ascending.
     drawn: tuple[int, ...]  # what each region is drawn as in a label map, later regions over earlier ones
 
     @property

@@ -132,7 +132,7 @@ def check_data(arguments: argparse.Namespace) -> int:
     advice = check.mostly_padding(config.model, config.data.patch, [found.headers[case.id].target for case in train])
     warnings = found.warnings if advice is None else [*found.warnings, advice]
     summary = check.summary(dataset, train, val, found.headers)
-    if len(found.problems) <= bool(found.options):  # which mend the labels, one problem
+    if len(found.problems) <= bool(found.options):  # Options that mend the labels stand for one problem.
         summary += _plan_command(arguments.overrides, found.options)
     for line in [*summary, *listed([*found.problems, *(f"warning: {line}" for line in warnings)])]:
         print(escaped(line))

@@ -61,10 +61,10 @@ def _run_in(folder: Path, job: TrainingJob, config: Config, overrides: list[str]
     earlier = earlier_overrides(folder) if config.resume is not None else []
     asked = [override for override in overrides if not override.startswith("resume=")]
     if config.resume is not None:
-        asked.insert(0, "resume=auto")  # for the report, which has the commands of a run
+        asked.insert(0, "resume=auto")  # The report shows a run's commands.
     save_overrides(folder, [*earlier, *asked])
     if config.resume is None:
-        write_text(folder / "config.yaml", compose.to_yaml(config))  # for `compare`, however the run ends
+        write_text(folder / "config.yaml", compose.to_yaml(config))  # `compare` reads it however the run ends.
     # A dry run has nothing to save: SIGINT interrupts it, and other signals end it at once, as Python does by default.
     ends_at_once = config.dry_run and ranks.SIZE == 1
     with nullcontext() if ends_at_once else signals.handled(lambda *_: None, is_last=True):
@@ -213,7 +213,7 @@ def refuse_used(folder: Path, is_dry: bool, is_locked: bool) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the files that a run can go on from."""
+    """Return the files that a run can resume from."""
     return [path for path in [folder / "checkpoints" / name for name in compose.CHECKPOINTS] if path.is_file()]
 
 
@@ -229,7 +229,7 @@ def write_end(folder: Path, line: str, code: int) -> None:
     """Write STATUS of a run that has ended."""
     try:
         run_folder.write_status(folder, line, code)
-    except OSError:  # the disk is full, which may be why: the file that is there has a block of its own
+    except OSError:  # the disk is full, which may be why: the file that is there has its own block
         with suppress(OSError), open(os.open(folder / "STATUS", os.O_WRONLY | os.O_NOFOLLOW), "w") as file:
             file.write(escaped(f"{line}\nexit code {code}\n", keep="\n"))
             file.truncate()

@@ -31,7 +31,7 @@ from unet3d.config.words import in_one_line, path_option
 QUEUES = ("slurm", "submitit_slurm")  # launchers whose jobs do not need this process
 GOES_ON = "resume=auto"
 FOLDER = "hydra.sweep.dir"
-LOG = "log.txt"  # of a job's run folder: what it printed
+LOG = "log.txt"  # What a job printed, in its run folder.
 stopped = threading.Event()  # set once this process may begin no more jobs
 
 
@@ -85,7 +85,7 @@ def _compose_each(words: Sequence[str]) -> list[Composed]:
 def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
     """Launch the jobs, wait for them, compare them. Return the highest exit code that their folders name."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a trace and exits
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # By default Hydra prints a trace and exits.
     launcher = jobs[0].composed.choice("hydra/launcher")
     before = [lifecycle.status(job.folder)[0] for job in jobs]
     codes = [0]
@@ -94,7 +94,7 @@ def run(jobs: Sequence[Job], launch: Callable[[], None]) -> int:
             launch()
     except KeyboardInterrupt:
         stopped.set()
-    except Exception as error:  # of the launcher: a queue that refuses the jobs, a worker that was killed
+    except Exception as error:  # A queue may refuse jobs, a worker may be killed.
         codes.append(lifecycle.print_error(f"error: hydra/launcher={launcher}: {reason(error)}", 1))
     if stopped.is_set():
         return _interrupted(jobs)
@@ -118,7 +118,7 @@ def launch(jobs: Sequence[Job], command_line: Sequence[str], task: Callable[[Dic
     `command_line`: the overrides of the sweep, for multirun.yaml.
     """
     first = jobs[0].composed
-    tree = deepcopy(first.tree)  # with the launcher and its options
+    tree = deepcopy(first.tree)  # The tree has the launcher and its options.
     with open_dict(tree):
         tree.hydra.mode = RunMode.MULTIRUN
         # Without it the name would be of the time in each process.
@@ -140,7 +140,7 @@ def launch(jobs: Sequence[Job], command_line: Sequence[str], task: Callable[[Dic
 
 
 def _stop(number: int, launcher: str) -> None:
-    """Ask the processes that run jobs to end in good order. Jobs in Slurm's queue go on: only this process ends."""
+    """Ask the processes that run jobs to end in good order. Jobs in Slurm's queue continue: only this process ends."""
     is_again = number == signal.SIGINT and stopped.is_set()
     stopped.set()
     if launcher in QUEUES or is_again:
@@ -167,7 +167,7 @@ def _children(process: int) -> list[int]:
 
 
 def _interrupted(jobs: Sequence[Job]) -> int:
-    """Print how to go on with a sweep that was stopped. Return its exit code."""
+    """Print how to continue a sweep that was stopped. Return its exit code."""
     folder = jobs[0].composed.sweep_folder
     remedy = f"to go on: the same command with {GOES_ON} {path_option(FOLDER, folder)}"
     if jobs[0].composed.choice("hydra/launcher") in QUEUES:
@@ -188,7 +188,7 @@ def _exit_code(job: Job, before: int) -> int:
     if lifecycle.status(job.folder)[0] != before:
         code = _code(job.folder)
         return lifecycle.print_error(f"{job.folder}: the job was lost, or still runs", 1) if code is None else code
-    if before:  # the run that is there stays as it is; the job said why
+    if before:  # the run that is there is not changed; the job said why
         return UserError.exit_code
     job.folder.mkdir(parents=True, exist_ok=True)
     lifecycle.save_overrides(job.folder, job.composed.task_overrides)
@@ -230,7 +230,7 @@ def print_result(number: int, folder: Path) -> None:
 
 
 def run_job(folder: Path, overrides: list[str], searchpath_overrides: list[str]) -> int:
-    """Run a job in a process of its own, which goes on where its folder has a checkpoint. Return its exit code.
+    """Run a job in its own process, which resumes where its folder has a checkpoint. Return its exit code.
 
     `searchpath_overrides` add the folders of YAML files that `overrides` may name.
     """
@@ -241,7 +241,7 @@ def run_job(folder: Path, overrides: list[str], searchpath_overrides: list[str])
     if is_asked:
         stopped.set()
     after, text = lifecycle.status(folder)
-    is_refused = code == UserError.exit_code and before == after != 0  # the run that is there stays as it is
+    is_refused = code == UserError.exit_code and before == after != 0  # the run that is there is not changed
     if code and not is_refused and (before == after or text == lifecycle.RUNNING):
         lifecycle.save_overrides(folder, overrides)
         line = f"failed: {lifecycle.describe_exit(code)}"

@@ -96,7 +96,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         return flags
     for override in flags.overrides:
         name, _, value = override.partition("=")
-        if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it once more
+        if "${" in override and not override.lstrip("+~").startswith("hydra."):  # resuming would replace it again
             raise UserError(f"{override}: a run keeps what it was given; let the shell replace it: data.root=$PLACE/a")
         if name in FOLDERS and not value.strip("'\" "):
             raise UserError(f"{override}: is empty; give {name}=FOLDER, or leave it out")
@@ -258,7 +258,7 @@ def job_of_sweep(tree: DictConfig) -> None:
     overrides = list(asked.overrides.task)
     searched = [word for word in asked.overrides.hydra if word.startswith(compose.SEARCH_PATH)]
     print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
-    if tree.dry_run:  # in this process: fake tensors leave nothing behind, and torch need not load for each job
+    if tree.dry_run:  # Fake tensors leave nothing behind, and torch loads once for all jobs.
         whole = tree.copy()
         with open_dict(whole):
             whole.hydra = asked

@@ -35,7 +35,7 @@ VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
 SEARCH_PATH = "hydra.searchpath="
 NEEDED = ("model", "data", "loss", "optim")  # config groups
-CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # to resume from: the first that is whole
+CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")  # A run resumes from the first that is whole.
 SECTIONS = ("options", "promise")
 PROMISED = {  # what a plan may promise of its run: the type of each
     "device": str,
@@ -48,7 +48,7 @@ PROMISED = {  # what a plan may promise of its run: the type of each
 }
 
 ConfigStore.instance().store(name="schema", node=Config)
-OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)  # of a run folder
+OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)  # Names run folders.
 
 
 def config_folder() -> Path:
@@ -68,7 +68,7 @@ class Composed:
     """A command line as Hydra composes it."""
 
     overrides: list[str]
-    tree: DictConfig  # with Hydra's own node, `hydra`
+    tree: DictConfig  # Hydra's node, `hydra`, is part of it.
 
     @property
     def options(self) -> DictConfig:
@@ -145,7 +145,7 @@ def compose_tree(overrides: Sequence[str]) -> Composed:
             raise UserError(f"{word}: a run needs one; leave it out, or choose from {', '.join(choices(group))}")
     with in_one_line(), hydra_initialized():
         tree = hydra.compose(CONFIG_NAME, overrides, return_hydra_config=True)
-        HydraConfig.instance().cfg = tree  # type: ignore[assignment]  # for `${hydra:...}` in the name of a folder
+        HydraConfig.instance().cfg = tree  # type: ignore[assignment]  # The name of a folder may hold `${hydra:...}`.
     _refuse_merged(tree, overrides)
     composed = Composed(overrides, tree)
     folders = composed.file_folders()
@@ -169,7 +169,7 @@ def apply_plan(composed: Composed) -> None:
     given = composed.names_set("plan")
     features = options.get("model.features")
     if "model.features" in given and features and len(features) != len(composed.tree.model.features):
-        given.update(options_with("by_level"))  # of a network of another depth
+        given.update(options_with("by_level"))  # A network of another depth needs other values.
     with in_one_line():
         for name, value in options.items():
             if name not in given:
@@ -179,8 +179,8 @@ def apply_plan(composed: Composed) -> None:
 class PlanFile(NamedTuple):
     """A plan that was read and checked."""
 
-    options: Mapping[str, Any]  # by dotted name
-    promise: Mapping[str, Any]  # of PROMISED, those that the planner knew
+    options: Mapping[str, Any]  # Values by dotted name.
+    promise: Mapping[str, Any]  # Those of PROMISED that the planner knew.
 
 
 def read_plan(path: str) -> PlanFile:
@@ -242,12 +242,12 @@ def load(options: DictConfig, here: bool = True) -> Config:
         values = OmegaConf.to_container(options)
         config = OmegaConf.to_object(options)
     assert isinstance(values, dict)
-    added = flat(values).keys() - FACTS.keys()  # by `+key=value`, which Hydra allows
+    added = flat(values).keys() - FACTS.keys()  # Hydra lets `+key=value` add options.
     if added:
         raise UserError(f"{min(added)}: no such option{nearest(min(added))}")
     assert isinstance(config, Config)
     for name, value in flat(to_plain(config)).items():
-        if "${" in str(value):  # from `\${...}` in a file: a checkpoint that holds it cannot be read
+        if "${" in str(value):  # A checkpoint that holds `\${...}` of a file cannot be read.
             raise UserError(f"{name}={value}: write it without ${{...}}, which a run's files do not hold")
     check(config, here)
     return config
@@ -318,7 +318,8 @@ def _each_value(override: Override) -> list[str]:
         word = str(override.input_line).replace("'", "")
         name, _, text = word.partition("=")
         is_float = KINDS.get(name, "").startswith("float")
-        part = r"'?[\d.]+'?" if name == "budget" else r"0\d+" if is_float else r"(?!)"  # of a number with a comma
+        # Each part of a number with a comma matches it.
+        part = r"'?[\d.]+'?" if name == "budget" else r"0\d+" if is_float else r"(?!)"
         if any(re.fullmatch(part, value) for value in names):
             meant = with_point(name, text) or f"{name}={'1.5GiB' if name == 'budget' else '0.01'}"
             raise UserError(f"{word}: a comma separates values; the decimal sign is a point: {meant}")

@@ -62,7 +62,7 @@ def check_classes_of_new_run(data: Data) -> None:
     option = f"data.regions={data.regions}"
     names = [str(name) for name in data.regions]
     refuse_blank(names, option)
-    if data.label_map is None:  # else they are of other labels
+    if data.label_map is None:  # With a label map, names are those of other labels.
         regions = checked_regions(data.regions, data.regions_class_order, option, "data.regions_class_order")
         refuse_hidden(names, regions, option)
 

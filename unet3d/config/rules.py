@@ -19,17 +19,17 @@ from unet3d.model import geometry
 
 MOST_LEVELS = 12
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:name
-LARGEST_NUMBER = 2**32  # without an upper bound of its own: no arithmetic overflows, no float loses it
+LARGEST_NUMBER = 2**32  # Bound where an option has none: no arithmetic overflows, no float loses it
 SIZES = {2: "two", 3: "three"}
-WANDB_VARIABLES = {  # by the option that each stands for
+WANDB_VARIABLES = {  # Keys are the options that variables stand for.
     "project": "WANDB_PROJECT",
     "entity": "WANDB_ENTITY",
     "name": "WANDB_NAME",
     "group": "WANDB_RUN_GROUP",
     "job_type": "WANDB_JOB_TYPE",
-    "tags": "WANDB_TAGS",  # with commas between them
+    "tags": "WANDB_TAGS",  # Commas separate its tags.
 }
-WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")  # of the variable
+WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")  # Values of the variable.
 
 
 def check(config: Config, here: bool = True) -> None:
@@ -87,7 +87,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Yield options with what each does nothing beside, and whether that is so."""
+    """Yield options with what makes each do nothing, and whether that is so."""
     model = config.model
     data = config.data
     has_no_fold = data.fold is None and not any("data.fold=" in word for word in config.sweep or [])
@@ -133,12 +133,12 @@ def _check_place(config: Config) -> None:
 
 
 def _here(path: str) -> str:
-    """Return where a path that is relative was looked for, which is not where a run that goes on began."""
+    """Return where a path that is relative was looked for, which is not where a resumed run began."""
     return "" if Path(path).is_absolute() else f" in {Path.cwd()}"
 
 
 def _check_wandb(config: Config) -> None:
-    """Raise UserError for a name that wandb refuses, at the start of a run or as it is uploaded."""
+    """Raise UserError for a name that wandb refuses, at the start of a run or during the upload."""
     mode = os.environ.get("WANDB_MODE")
     if mode and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE={mode}: use one of {', '.join(WANDB_MODES[:3])}, or unset it")

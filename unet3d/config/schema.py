@@ -9,7 +9,7 @@ from typing import Any
 
 from unet3d.base.types import Regions
 
-PLANS = ("none", "lean", "tiles", "auto")  # of recompute
+PLANS = ("none", "lean", "tiles", "auto")  # Choices of recompute.
 ACTIVATIONS = ("relu", "leaky_relu", "prelu", "silu", "swish", "swish_lean")
 INTENSITIES = ("auto", "zscore", "ct", "none")
 
@@ -39,7 +39,7 @@ LAYOUTS = _known_layouts(PACKAGE / "data" / "layouts")
 GENERATED = tuple(name for name, facts in LAYOUTS.items() if "generated" in facts)
 
 
-WORDS = {  # that are true of an option, or of a group's options but those with -word
+WORDS = {  # Each word holds for an option, or for a group's options but those with -word.
     "ascending": "two numbers: smallest, largest",
     "any_network": "counts beside model.path",
     "by_level": "may have an entry for each level",
@@ -100,7 +100,7 @@ def option(default: Any, about: str, words: str = "", among: tuple[str, ...] = (
     """Return a dataclass field: its default, its meaning, and what `facts_of` its words says.
 
     `among`: the values that it may have, where words do not list them. `kind`: the type in words, of a value of several
-    types, which has a rule of its own.
+    types, which has its own rule.
     """
     metadata = {"about": about, "low": None, "high": None, "among": among, "size": 0, "kind": kind, **facts_of(words)}
     if isinstance(default, list):

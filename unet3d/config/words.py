@@ -20,7 +20,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from unet3d.base.errors import UserError
 from unet3d.config.schema import FACTS, KINDS, LOSSES, TEXTS, options_with
 
-GROUPS = sorted({name.rpartition(".")[0] for name in FACTS} - {""})  # of options: model, data.augment and so on
+GROUPS = sorted({name.rpartition(".")[0] for name in FACTS} - {""})  # Groups of options: model, data.augment and so on.
 OWN = {  # config groups: what is written for something of the user's own
     "model": "your own network is model.path={}",
     "loss": "your own loss is loss.path={}",
@@ -28,19 +28,20 @@ OWN = {  # config groups: what is written for something of the user's own
     "optim": "an option of it is written as optim.lr=0.01",
     "experiment": "a folder with experiment/NAME.yaml of your own is --config-dir FOLDER",
 }
-LAUNCHERS = {  # of Hydra: the package that has each
+LAUNCHERS = {  # The package that has each of Hydra's launchers.
     "joblib": "hydra-joblib-launcher",
     "submitit_local": "hydra-submitit-launcher",
     "submitit_slurm": "hydra-submitit-launcher",
 }
 LIST_OF_OPTIONS = "python train.py --help lists them all"
 KEYS = "data.regions"  # a map whose keys are text
-CACHE = "data.cache"  # which takes true and false, since `off` is false for YAML
+CACHE = "data.cache"  # It takes true and false as well, since YAML reads `off` as false.
 OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.name")
 LAUNCHER = "hydra.launcher."  # options of whatever launcher: most are text, and quotes change no number
 WHOLE = r"(0|[1-9](_?\d)*)"
 POINT = rf"({WHOLE}\.|{WHOLE}?\.\d(_?\d)*)"
-READ = rf"(?i:[+-]?({WHOLE}|{POINT}|({WHOLE}|{POINT})e[+-]?\d(_?\d)*|inf|nan)|true|false)"  # as no text
+# YAML reads these as numbers or truth values, not as text.
+READ = rf"(?i:[+-]?({WHOLE}|{POINT}|({WHOLE}|{POINT})e[+-]?\d(_?\d)*|inf|nan)|true|false)"
 # In Hydra's grammar, what is no word of a value: texts in quotes, what ${...} stands for, signs behind a backslash.
 OTHER = r"""(['"])(?:(?:\\\\)*|.*?[^\\](?:\\\\)*)\1|\$\{[^}]+\}|\\."""
 ITEM = re.compile(rf"{OTHER}|(?P<before>(?:^|[,(\[])[ \t]*)(?P<word>{READ}|(?i:null))(?=[ \t]*(?:[,)\]]|$))", re.ASCII)
@@ -270,7 +271,7 @@ def as_written(override: str) -> str:
     """
     key, _, value = override.partition("=")
     name = key.lstrip("+").partition("@")[0]
-    is_choice = "." not in name and name not in KINDS  # of a file of a config group
+    is_choice = "." not in name and name not in KINDS  # Such a name chooses a file of a config group.
     is_of_words = is_choice or _is_text(name) or name == KEYS
     if override.startswith(("-", "~")) or not is_of_words or not MAY_BE_READ.search(value):
         return override
@@ -326,7 +327,7 @@ class OptionFile(NamedTuple):
     """A YAML file of a config group."""
 
     path: Path
-    prefix: str  # of the names of its options, `optim.`
+    prefix: str  # Prefix of its options' names, `optim.`
     values: dict[Any, Any]  # without its `defaults`
 
 

@@ -26,7 +26,7 @@ from unet3d.data.nifti import is_compressed, problem
 
 BLOCK = 2**12  # bytes of a block that is sampled
 BLOCKS = 16  # blocks that are sampled of a file: all of its bytes up to 64 KiB
-VERSIONS = [version(name) for name in ("nibabel", "numpy", "scipy")]  # of the libraries that prepare cases
+VERSIONS = [version(name) for name in ("nibabel", "numpy", "scipy")]  # Versions of the libraries that prepare cases.
 FORMAT = 4  # raise it with every change to what is computed for a key, or to how it is written
 ALIGNMENT = 64  # bytes that an array's place in its file is a multiple of; its shape is in as many before it
 DIGEST = hashlib.sha256().digest_size  # bytes; a file begins with two: of a sample of what follows, and of all of it
@@ -35,13 +35,13 @@ MAPPED = 30_000  # cases whose maps stay open: the system allows a process 65,53
 # those that their sample does not settle.
 Hashes = dict[str, list[Any]]
 Arrays = Mapping[str, np.ndarray]
-Shapes = Mapping[str, tuple[int | None, ...]]  # of the arrays of a file, in its order; None: any length
+Shapes = Mapping[str, tuple[int | None, ...]]  # Shapes of a file's arrays in its order; None: any length.
 KINDS = {
     "image": np.float32,
     "label": np.int16,
-    "centres": np.int32,  # that patches may have: the number of a class, from 0, and a voxel's place
+    "centres": np.int32,  # Centres that patches may have: the number of a class, from 0, and a voxel's place.
     "replaced": np.int64,  # voxels that were not finite
-    "digest": np.uint8,  # of the image, by which twins are found
+    "digest": np.uint8,  # Digest of the image: equal ones are twins.
     "voxels": np.float32,
 }
 

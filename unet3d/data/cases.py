@@ -87,7 +87,7 @@ def layout(
     `config/schema.py` reads the arguments, which are written as constants, without loading that file. `generated`: the
     folder that takes the place of data.root, for what the function generates. `names_classes`: false where no file
     names them, so that data.classes must. `by_channel`: each channel is a file, called CASE_0000 and so on, even a
-    single one. `lists_files`: a list says which files count, so that others beside them are no mistake.
+    single one. `lists_files`: a list says which files count, so that others next to them are no mistake.
     """
     return lambda function: function
 
@@ -158,7 +158,7 @@ def sorted_cases(cases: Iterable[Case], where: Path) -> tuple[Case, ...]:
     """Return the cases by id: at least one, and no id twice. Raises UserError."""
     by_id = dict[str, Case]()
     for case in cases:
-        if not is_plain(case.id) or case.id.startswith("warning: "):  # which begins the lines of warnings
+        if not is_plain(case.id) or case.id.startswith("warning: "):  # Lines of warnings begin with that word.
             raise UserError(f"{where}: {case.id!r} cannot name a case; rename its files")
         refuse_long(where, case.id)
         if case.id in by_id:

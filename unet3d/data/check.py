@@ -47,17 +47,17 @@ from unet3d.model import geometry
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
 MAX_LINES_OF_CASE = 10  # about the files of one case
 DIGEST = hashlib.blake2b().digest_size  # bytes of the digest of an image
-CASES_SAMPLED = 200  # about so many headers are read where only their sizes are of use
+CASES_SAMPLED = 200  # about 200 headers are read where only their sizes are of use
 
 
 class CaseHeader(NamedTuple):
     """The headers of a case, before a voxel is read, as plain values that ranks can exchange."""
 
-    stored: Grid | None  # of the first image, with RAS+ axes; None where it cannot be read
-    target: Grid | None  # that the network sees
-    orientation: str  # of the first image's axes, such as LPS; "" where it cannot be read
-    channels: int  # of all images that could be read
-    hashes: dict[str, Hashes]  # of "images" and "labels", if asked for and all could be read
+    stored: Grid | None  # Grid of the first image in RAS+; None where it cannot be read.
+    target: Grid | None  # Grid that the network sees.
+    orientation: str  # Axes of the first image, such as LPS; "" where it cannot be read.
+    channels: int  # Channels of all images that could be read.
+    hashes: dict[str, Hashes]  # Keys "images" and "labels", if asked for and all could be read.
 
     @property
     def is_resampled(self) -> bool:
@@ -84,7 +84,7 @@ class DatasetCheck:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     options: tuple[str, ...] = ()
-    contents: dict[str, Content] = field(default_factory=dict)  # of sound cases by id, where voxels are read
+    contents: dict[str, Content] = field(default_factory=dict)  # Sound cases by id, where voxels are read.
     unknown: list[WrongLabels] = field(default_factory=list)  # problems of label maps with other labels
 
     def sound_headers(self) -> dict[str, CaseHeader]:
@@ -235,7 +235,7 @@ def _propose_label_map(found: DatasetCheck, dataset: DatasetInfo) -> None:
     """
     labels = {label for error in found.unknown for label in error.labels}
     known = {label for content in found.contents.values() for label in content.labels} - {0, dataset.ignore}
-    if dataset.relabel is not None:  # which `known` have gone through
+    if dataset.relabel is not None:  # Known labels have been relabelled.
         known = {old for old, new in dataset.relabel.items() if new in known}
     labels |= known if labels else set()
     found.options = options_for(labels, dataset.label_count, dataset.relabel, LabelValues.of_files(dataset).names)
@@ -297,7 +297,7 @@ def image_digest(channels: Iterable[bytes]) -> bytes:
 def channel_digest(channel: np.ndarray) -> bytes:
     """Return a digest of the sums of voxels in each plane of a channel (X, Y, Z), the same however it is turned."""
     bits = (channel.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
-    rounded = (bits + np.uint32(1 << 11)) >> np.uint32(12)  # to 12 significant bits; such numbers have exact sums
+    rounded = (bits + np.uint32(1 << 11)) >> np.uint32(12)  # Numbers of 12 significant bits have exact sums.
     profiles = list[bytes]()
     for others in ((1, 2), (0, 2), (0, 1)):
         sums = rounded.sum(others, np.uint64)

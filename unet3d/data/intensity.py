@@ -226,7 +226,7 @@ def _bounds(rows: Iterable[Sequence[float]]) -> Bounds:
 
 
 def _checked_bounds(values: Any, count: int) -> Bounds:
-    """Return the bounds of so many numbers that a file holds. Raises ValueError, TypeError."""
+    """Return the bounds of this number of numbers that a file holds. Raises ValueError, TypeError."""
     least, most = map(tuple, values)
     if not len(least) == len(most) == count or not _are_finite(least + most):
         raise ValueError("its record of images holds other than numbers")

@@ -17,7 +17,7 @@ from unet3d.data.texts import is_plain, shown, shown_names
 LONGEST_LINE = 400  # letters about the values of classes
 IGNORED = ("ignore", "ignored")  # names of what nobody means to learn
 LISTED = 20  # labels in a message: more are no classes, but the voxels of an image
-Relabel = Mapping[int, int] | None  # from a file's label to the new one, of all that may occur; None: as stored
+Relabel = Mapping[int, int] | None  # Maps every label that a file may hold to the new one; None: as stored.
 
 
 class WrongLabels(UserError):
@@ -102,7 +102,7 @@ def relabelling(names: Mapping[int, str], ignore: int | None, data: Data) -> tup
     unknown = []
     for new, olds in sources.items():
         named = [names[old] for old in olds if old in names]
-        has_name = not named and new < len(in_order)  # that of dataset.json's label in this place
+        has_name = not named and new < len(in_order)  # The label in this place of dataset.json names it.
         if new:
             unknown += [] if has_name else [old for old in olds if old not in names]
             new_names[new] = in_order[new] if has_name else "+".join(named)
@@ -202,7 +202,7 @@ def _words(sources: Mapping[int, Sequence[int]]) -> tuple[str, ...]:
 
 
 def as_option(sources: Mapping[int, Sequence[int]]) -> str:
-    """Return the option as it is written on a command line, in quotes: a shell expands braces; "" for no sources."""
+    """Return the option the way a command line takes it, in quotes: a shell expands braces; "" for no sources."""
     return shlex.join(_words(sources))
 
 

@@ -19,7 +19,7 @@ from unet3d.config.schema import Config
 from unet3d.data.patches import Patches, PatchIndex
 
 SHARED = Path("/dev/shm")
-MOST_WORKERS = 8  # of workers=auto
+MOST_WORKERS = 8  # Bound of workers=auto.
 USES_SHARED = f"batches of data workers pass through {SHARED}: enlarge it (docker run --shm-size=2g), or set workers=0"
 
 

@@ -36,7 +36,7 @@ MAX_OFFSET = 2**26  # bytes before the voxels: a small gzip file may hold gigaby
 MAX_TRAILING = 2**20  # bytes behind the voxels
 GREYS = 256  # steps that float32 must leave in an image's range
 READ_ERRORS = (OSError, EOFError, ValueError, OverflowError, zlib.error, ImageFileError, HeaderDataError)
-FORMS = ("sform", "qform", "pixdim")  # of an affine: the first that a header has counts, as in nibabel
+FORMS = ("sform", "qform", "pixdim")  # The first form that a header has counts, as in nibabel.
 DECIDES = "data.affine=sform, qform or pixdim decides"
 MM = (0, 2)  # codes of a header's unit of length that mean mm: 0 is unset, and mm by custom
 UNITS = {1: "meter", 3: "micron"}
@@ -45,15 +45,15 @@ SMALLEST = 1e-7  # mm, below a nanometre: squares of less vanish
 LARGEST = 1e7  # mm, above a kilometre: squares of more overflow
 SAME_PLACE = 0.01  # mm: largest difference between sform and qform that counts as none
 SAME_SIZE = 0.01  # relative difference of voxel sizes that is rounding
-Affines = Mapping[str, np.ndarray]  # by form
+Affines = Mapping[str, np.ndarray]  # Keys are forms.
 Remark = tuple[str, str]  # what is odd, and what counts or helps
 
 
 @contextmanager
 def quiet_nibabel() -> Iterator[None]:
     """Silence nibabel's log within: it reports what it corrects in a header at every copy, without the file's name."""
-    drop = logging.Filter("nobody")  # which lets no other logger's records pass
-    logger = imageglobals.logger  # of the whole process: others use it, too
+    drop = logging.Filter("nobody")  # No logger has this name, so the filter drops every record.
+    logger = imageglobals.logger  # nibabel's logger serves the whole process.
     logger.addFilter(drop)
     try:
         yield
@@ -181,7 +181,7 @@ def _read_header(case_id: str, path: Path, stream: BinaryIO, form: str) -> nib.N
     """
     try:
         kind, stored = _stored_header(path, stream)  # without extensions: nibabel would parse some as other formats
-        zooms = stored["pixdim"][1:4].copy()  # as stored: the check turns a 0 into 1
+        zooms = stored["pixdim"][1:4].copy()  # Copied before the check turns a 0 into 1.
         header = stored.copy()
         header.check_fix()
         voxels = ArrayProxy(path, header, mmap=False)
@@ -287,7 +287,8 @@ def read_image(file: OpenFile, replaces_nonfinite: bool) -> tuple[np.ndarray, in
     if nonfinite and not replaces_nonfinite:
         what = f"{nonfinite} voxels are NaN or infinite; give them a value, e.g. the background's"
         raise problem(file.case_id, file.path, what)
-    if nonfinite < array.size and not np.can_cast(stored.dtype, np.float32):  # else nothing was rounded
+    # Otherwise nothing was rounded.
+    if nonfinite < array.size and not np.can_cast(stored.dtype, np.float32):
         finite = stored[is_finite] if nonfinite else stored
         low, high = finite.min().item(), finite.max().item()
         step = np.spacing(np.float32(max(-low, high)))
@@ -344,7 +345,7 @@ def _place_faults(affines: Affines, taken: str, zooms: np.ndarray) -> Iterator[s
         yield f"has voxel sizes {zooms.tolist()} mm; write the true ones into its header"
     fault = affine_fault(affines[taken])
     if fault:
-        wrong = next(iter(affines)) if taken == "pixdim" else taken  # which says how axes run
+        wrong = next(iter(affines)) if taken == "pixdim" else taken  # This form says how axes run.
         sound = [name for name, affine in affines.items() if not affine_fault(affine)]
         remedy = f", or take data.affine={sound[0]}" if sound else ""
         yield f"{fault}; correct its {wrong}{remedy}"

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from monai.transforms import Compose
 
 THIN = 3  # times shorter than the longest axis (nnU-Net's bound): tilted, such a patch would mostly leave its slab
-MIN_CONTROL_POINTS = 4  # of a cubic spline
+MIN_CONTROL_POINTS = 4  # A cubic spline needs four.
 
 MAX_CENTRES = 10_000  # voxels of each class that are kept as patch centres
-TRIES = 20  # to find a place with labels, which are rare in sparse annotation
+TRIES = 20  # Sparse annotation has few places with labels.
 LABELS_LISTED = 5  # wrong labels in a message
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)  # types that labels may have
 
-Transform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]  # of image C D H W, label D H W
+# Arguments: image C D H W, label D H W.
+Transform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]
 
 
 class PatchIndex(NamedTuple):
@@ -60,7 +61,8 @@ class PreparedCase:
 
     def centres_of(self, number: int) -> np.ndarray:
         """Return the voxels (n, 3) of a class of this number that patches may be centred on."""
-        ends = np.array((number, number + 1), np.int32)  # of the type of the numbers, else all of them would be read
+        # The array's own type: with another, NumPy would read all of it.
+        ends = np.array((number, number + 1), np.int32)
         start, stop = np.searchsorted(self.centres[:, 0], ends)
         return self.centres[start:stop, 1:]
 
@@ -231,7 +233,7 @@ def with_changes(image: Tensor, changes: "Compose", seed: int) -> Tensor:
     """Return the image C D H W with these changes of intensity, drawn from the seed."""
     from monai.data import get_track_meta, set_track_meta
 
-    before = get_track_meta()  # of the whole process: others use MONAI, too
+    before = get_track_meta()  # MONAI's setting holds for the whole process.
     set_track_meta(False)
     try:
         changes.set_random_state(seed=seed)

@@ -31,9 +31,9 @@ from unet3d.data.splits import absences, split
 from unet3d.data.texts import shown_names
 from unet3d.data.volume import Grid, ImageFiles, LabelValues, Volume, read_volume
 
-IMAGE_BYTES = 4  # of a voxel of a channel, float32
-LABEL_BYTES = 2  # of a voxel of a label map, int16
-MEASURED_CASES = 20  # whose images are measured, where memory does not hold all
+IMAGE_BYTES = 4  # A voxel of one channel is float32.
+LABEL_BYTES = 2  # A voxel of a label map is int16.
+MEASURED_CASES = 20  # So many images are measured, where memory does not hold all.
 T = TypeVar("T")
 Slices = list[list[int]]  # indices along each axis
 Read = Callable[[Case], PreparedCase]
@@ -47,9 +47,10 @@ class CaseReader:
     spacing: list[float] | None
     intensity: tuple[Intensity, ...] = ()
     cache: dict[str, PreparedCase] | None = field(default_factory=dict, repr=False)
-    replaced: dict[str, int] = field(default_factory=dict, repr=False)  # by case id, voxels that were not finite
+    replaced: dict[str, int] = field(default_factory=dict, repr=False)  # Voxels that were not finite, by case id.
     disk: DiskCache | None = None
-    headers: Mapping[str, CaseHeader] = field(default_factory=dict, repr=False)  # by case id, for `disk` with hashes
+    # Headers by case id, for `disk` with hashes.
+    headers: Mapping[str, CaseHeader] = field(default_factory=dict, repr=False)
     files: ImageFiles = field(default_factory=ImageFiles, repr=False)
     seen: Seen | None = field(default=None, repr=False)  # what the training cases are like, once they were measured
 
@@ -107,7 +108,7 @@ class CaseReader:
     def _prepare(self, case: Case) -> PreparedCase:
         volume = self.read_volume(case)
         assert volume.label is not None, case.id
-        if self.intensity:  # else the rules may follow from these voxels, and are applied later
+        if self.intensity:  # Rules that follow from these voxels are applied later.
             normalise(volume.image, self.intensity)
         return prepare(case.id, volume.image, volume.label, volume.grid.spacing, self.dataset.ignore)
 
@@ -264,9 +265,9 @@ class PreparedData:
     train: tuple[Case, ...]
     val: tuple[Case, ...]
     read: CaseReader
-    read_train: Read  # with the labels that training sees
-    read_val: Read  # with those that validation sees
-    headers: dict[str, CaseHeader]  # by case id
+    read_train: Read  # Reads the labels that training sees.
+    read_val: Read  # Reads those that validation sees.
+    headers: dict[str, CaseHeader]  # Headers by case id.
 
     @property
     def train_grids(self) -> list[Grid]:
@@ -302,7 +303,7 @@ def prepare_data(options: Data) -> PreparedData:
         raise_listed([*leaks(train, val, digests, files)])
     read_train, read_val = _readers(options, reader, train)
     data = PreparedData(dataset, train, val, reader, read_train, read_val, headers)
-    if options.cache != "off":  # which reads nothing before the first step
+    if options.cache != "off":  # Without a cache nothing is read before the first step.
         _refuse_nothing_to_learn(data, options)
     return data
 
@@ -399,7 +400,7 @@ def _measure(reader: CaseReader, train: Sequence[Case]) -> None:
     cases = [train[place] for place in places]  # spread over all: names often follow their origin
     channels = reader.dataset.channels
     samples = list[np.ndarray]()
-    flat = dict[str, list[str]]()  # by channel, the ids of cases in which it has one value
+    flat = dict[str, list[str]]()  # Ids of cases whose channel has one value, by channel.
     for case in progress.track(cases, "measuring images", len(cases)):
         image = reader(case).image.numpy()
         samples.append(sampled(image))

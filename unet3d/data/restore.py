@@ -36,9 +36,9 @@ from unet3d.data.nifti import (
 from unet3d.data.volume import Grid, canonical_grid, drawn, likeliest, target_grid
 
 BACKGROUND = 0
-LEVEL = 6  # of gzip; 9, Python's own, takes ten times as long on a noisy label map, whose file is then 5% smaller
+LEVEL = 6  # Python's own level 9 takes ten times as long on a noisy label map, for a file 5% smaller.
 ProbabilityMaps = Callable[[int], np.ndarray]  # called with a class: the array (X, Y, Z) for its probabilities
-Box = tuple[slice, ...]  # of a volume (X, Y, Z)
+Box = tuple[slice, ...]  # Part of a volume X Y Z.
 ImageLike = Any  # an array, an image of nibabel, a path, or a list of images or paths, one a channel
 
 
@@ -142,7 +142,8 @@ class _Splines:
 
     def __init__(self, source: Grid, target: Grid) -> None:
         matrix = np.linalg.inv(source.affine) @ target.affine
-        self._axes = list[tuple[np.ndarray, np.ndarray]]()  # for each: the voxel after each new one, and its share
+        # For each axis: the voxel after each new one, and its share.
+        self._axes = list[tuple[np.ndarray, np.ndarray]]()
         for axis, (size, new) in enumerate(zip(source.shape, target.shape, strict=True)):
             place = matrix[axis, axis] * np.arange(new) + matrix[axis, 3]
             place = place.clip(0, size - 1)
@@ -313,7 +314,7 @@ def _as_nifti(image: ImageLike, spacing: Sequence[float] | None, affine: Any, ch
         raise UserError("segment: an image of nibabel has a spacing of its own; leave out spacing")
     if isinstance(image, nib.Nifti1Image) and (nib.is_proxy(voxels) or voxels.dtype == kind):
         return image
-    # Saved as it is, an array in memory would be rounded to the type of the header.
+    # Saved without a change, an array in memory would be rounded to the type of the header.
     return _nifti(np.asanyarray(voxels), image.affine)
 
 
@@ -322,7 +323,7 @@ def _channels_last(voxels: np.ndarray, channels: int) -> np.ndarray:
     if voxels.ndim == 3:
         return voxels
     if len(voxels) != channels and voxels.shape[-1] == 1:
-        return voxels[..., 0]  # as a file's is read
+        return voxels[..., 0]  # Reading a file does the same.
     if len(voxels) != channels == voxels.shape[-1]:
         what = f"an array of shape {voxels.shape} has its channels last"
         raise UserError(f"segment: {what}; give C X Y Z: numpy.moveaxis(image, -1, 0)")

@@ -23,9 +23,9 @@ FOLD_SEED = 12345  # nnU-Net's, so that folds compare with published ones
 NAMES_LISTED = 5  # case ids in a message
 SPLIT = '{"train": [ids], "val": [ids]}'
 TABLES = (".csv", ".tsv")  # endings of a table, which may have another
-COLUMNS = ("case", "group")  # of a table
+COLUMNS = ("case", "group")  # Columns of a table.
 PLAIN = re.compile(r"[\w./ -]+")  # what is rather a file's name than an expression
-DELIMITERS = ",;\t"  # of spreadsheets, by their language
+DELIMITERS = ",;\t"  # Spreadsheets use these, by their language.
 BLANK = f"{DELIMITERS} "  # what a line without a cell is of
 EXAMPLE = "a CSV file with the columns case,group, a JSON file {case: group}, or an expression such as '^[^_]+'"
 
@@ -39,7 +39,7 @@ def split(dataset: DatasetInfo, data: Data) -> tuple[tuple[Case, ...], tuple[Cas
     ids = sorted(labelled)
     if data.semi and ids:
         cases = tuple(labelled[case_id] for case_id in ids)
-        return cases, cases  # of which different slices are used
+        return cases, cases  # Training and validation use different slices of them.
     if len(ids) < 2:
         same = "(or the same, without data.fold: data.semi=true data.sparse=[5,5,3])"
         raise UserError(f"{dataset.name}: {len(ids)} labelled cases; training and validation need one each {same}")
@@ -223,7 +223,7 @@ def group_of_cases(ids: Sequence[str], option: str) -> dict[str, str]:
 
 def known_id(name: object, ids: Collection[str]) -> str | None:
     """Return the id of these that a file of the user's means by a name, a file's name or path, or a number."""
-    if type(name) is int:  # as spreadsheets and scripts write 7 for "7"
+    if type(name) is int:  # Spreadsheets and scripts write 7 for "7".
         name = str(name)
     if not isinstance(name, str):
         return None

@@ -27,7 +27,7 @@ from unet3d.data.nifti import FORMS, MAX_VOXELS, OpenFile, affine_fault, affines
 SAME_GRID = 0.01  # largest distance (voxels) between corners that count as equal: headers are rounded to float32
 SAME_SPACING = 1e-3  # relative
 MAX_GROWTH = 32  # times the stored voxels that a resampled grid may hold: work stays in proportion to the file
-SHARE_DIGITS = 4  # to which the shares of labels are rounded, so that ties are exact
+SHARE_DIGITS = 4  # Shares of labels are rounded, so that ties are exact.
 CUBIC = 3  # splines of images: linear ones blur, by how much depends on where the new voxels lie
 LINEAR = 1
 Headers = Mapping[Path, nib.Nifti1Image]  # headers of files, by path
@@ -150,7 +150,7 @@ def resample_labels(label: np.ndarray, source: Grid, target: Grid, ignore: int |
     """
     if source.is_same(target):
         return label
-    # The nearest voxel's label would lie up to half a voxel beside the image: between two voxels there is no nearest.
+    # The nearest voxel's label would lie up to half a voxel outside the image: between two voxels there is no nearest.
     values = sorted(np.unique(label).tolist(), key=lambda value: (value == ignore, -value))
     masks = ((value, (label == value).astype(np.float32)) for value in values)
     shares = ((value, resample(mask, source, target, LINEAR).round(SHARE_DIGITS)) for value, mask in masks)
@@ -194,7 +194,7 @@ class ImageFiles:
         self.options = options or Data()
         self.replaces_nonfinite = self.options.nonfinite == "zero"
         self.accepts_apart = self.options.affine_check == "warn"
-        self.headers = dict[Path, nib.Nifti1Image]()  # as images without voxels
+        self.headers = dict[Path, nib.Nifti1Image]()  # Images without voxels.
 
     @contextmanager
     def opened(self, case: Case, path: Path) -> Iterator[OpenFile]:
@@ -221,7 +221,7 @@ class LabelValues(NamedTuple):
     classes: int
     ignore: int | None = None
     relabel: Relabel = None
-    names: tuple[str, ...] = ()  # of the classes, where none is a region
+    names: tuple[str, ...] = ()  # Classes' names, where none is a region.
 
     @classmethod
     def of_files(cls, dataset: DatasetInfo) -> "LabelValues":
@@ -244,7 +244,7 @@ class Volume(NamedTuple):
     image: np.ndarray
     label: np.ndarray | None
     grid: Grid
-    nonfinite_voxels: int = 0  # that were NaN or infinite and became 0
+    nonfinite_voxels: int = 0  # NaN or infinite voxels that became 0.
 
 
 def read_volume(

@@ -17,7 +17,7 @@ LEAST_LENGTH = 4  # voxels that an axis of the deepest map has at least
 LEAST_ALONE = 12  # voxels of an axis that is halved though no other is
 ISOTROPIC = 2  # an axis counts as fine while its spacing is below this many times the finest
 COARSE = 3  # ratio to the other axes, of spacing and of voxels, from which on an axis takes a finer spacing
-FINER_PERCENTILE = 10  # of the cases' spacings: the target of such an axis
+FINER_PERCENTILE = 10  # Percentile of the cases' spacings that becomes the target of such an axis.
 FIRST_WIDTH = 32  # channels of the first level
 MOST_WIDTH = 320  # channels of any level: each has twice those of the level above, up to here
 Spacing = tuple[float, float, float]  # mm
@@ -26,8 +26,8 @@ Spacing = tuple[float, float, float]  # mm
 class Levels(NamedTuple):
     """Kernels and strides of a U-Net along its depth, shallowest first."""
 
-    kernels: list[Triple]  # of each level (voxels)
-    strides: list[Triple]  # from each level to the next
+    kernels: list[Triple]  # Kernel sizes by level, voxels.
+    strides: list[Triple]  # Strides from each level to the next.
 
     @property
     def units(self) -> Triple:
@@ -124,7 +124,7 @@ def _halved_axes(step: Sequence[float], lengths: Sequence[float]) -> list[int]:
 class Architecture(NamedTuple):
     """Spacing, patch and levels of a network, by the sizes of a data set."""
 
-    spacing: Spacing  # to resample to (mm)
+    spacing: Spacing  # Target spacing, mm.
     shape: Spacing  # median of the cases at that spacing (voxels)
     patch: Triple  # the least that the strides divide and that holds the patch asked for (voxels)
     levels: Levels

@@ -1,4 +1,4 @@
-"""Half-precision 3D convolutions on CPUs that have no half-precision arithmetic of their own, or do it wrongly.
+"""Half-precision 3D convolutions on CPUs that have no half-precision arithmetic, or do it wrongly.
 
 Without AVX512 (fp16: without AVX512-FP16), such convolutions do not reach oneDNN: torch computes them 85 to 128 times
 slower than float32 ones (pytorch#118499, #183815). With AVX512 but no bf16 instructions, oneDNN emulates them in twice
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
-SLAB_BYTES = 4 * 2**20  # of a slab's float32 input and output; 2 to 8 MiB take the same time, 32 a fifth more
-ONEDNN = 20_480  # where an image alone has C x D x H up to this, torch leaves oneDNN for its slow kernel
+SLAB_BYTES = 4 * 2**20  # Float32 input and output of a slab; 2 to 8 MiB take the same time, 32 a fifth more.
+ONEDNN = 20_480  # Up to this C x D x H of an image alone, torch leaves oneDNN for its slow kernel.
 FEWEST_PRODUCTS = 2**16  # products of a convolution; below, conversion takes longer than torch's slow kernel
-Gradients = tuple[Tensor | None, ...]  # for input, weight and bias; None where not asked for
+Gradients = tuple[Tensor | None, ...]  # Input, weight and bias; None where not asked for.
 
 
 class Options(NamedTuple):

@@ -5,7 +5,7 @@ In reading order:
     graph           a network as operations on maps, what is computed of weights alone, and questions about operations
     readable        all that a forward pass can read, as a value to compare
     exported        how the graph is read from what torch.export gives
-    state           what a pass has beside its maps, and who watches it
+    state           what a pass has besides its maps, and who watches it
     trace           a network, traced, and watched for what a trace cannot carry
     rules           an operation on a few rows: the interface, and a file for each kind of operation
     groups          operations without a rule that are carried out at once, or in parts along windows or tokens
@@ -17,7 +17,7 @@ In reading order:
     run             a schedule, carried out: a pass as one autograd function
     workspaces      what cuDNN takes within a convolution
     fake_kernels    operations on tensors without data: quickly, and as kernels do them
-    scratch         the tensors beside maps meanwhile, measured on tensors without data
+    scratch         an instruction's workspace, measured on tensors without data
     prepare         a network's program, from its trace to the sizes that the search has to know
     module          `unet3d.recompute`
 """

@@ -2,7 +2,7 @@
 
 What is there as the stage begins, and which maps stay after it, is given. A map that is needed and is not there is
 computed a second time, from those that are. Where a map or a gradient lies is decided here, once: over another one that
-nothing reads any more, or in memory of its own. Maps are named by their index; sets of maps are the bits of a number.
+nothing reads any more, or in new memory. Maps are named by their index; sets of maps are the bits of a number.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 HALO = 1.3  # rows of a cheap stem that tiles of its reader make, to those that it has: tiles overlap
-TWO_PASS_WORK = 0.03  # of a forward pass: less work than this may be done a second time to save a map
+TWO_PASS_WORK = 0.03  # Up to this share of a forward pass, work may be done a second time to save a map.
 
 
 class Workspace(NamedTuple):
-    """Bytes beside maps and all gradients, in the instructions of one map."""
+    """Workspaces, bytes besides maps and all gradients, in the instructions of one map."""
 
     compute: int
     backward: int  # its gradient
@@ -29,7 +29,7 @@ class Sizes:
     """The sizes of n maps and how they depend on each other: all that a schedule is made from."""
 
     bytes: Sequence[int]
-    work: Sequence[float]  # of making a map, or of sending its gradient a second time, in shares of a forward pass
+    work: Sequence[float]  # Making a map, or sending its gradient a second time, in shares of a forward pass.
     sources: Sequence[Sequence[int]]  # without the image
     reads: Sequence[frozenset[int]]  # sources from which its gradient is computed
     needs_gradient: Sequence[bool]
@@ -73,7 +73,7 @@ Place = Literal["new", "add", "map", "gradient"]
 
 
 class Compute(NamedTuple):
-    """Compute a map, in memory of its own or in that of a source; `streamed` sources are computed with its tiles."""
+    """Compute a map, in new memory or in that of a source; `streamed` sources are computed with its tiles."""
 
     map: int
     inplace_on: int | None
@@ -139,8 +139,8 @@ class Stage(NamedTuple):
     instructions: tuple[Instruction, ...]
     growth: int  # bytes, until its end
     most: int | None  # bytes at once; None where it makes nothing
-    maps: int  # that are there then, bit i for map i
-    work: tuple[float, ...]  # of the maps that it makes, in forward passes
+    maps: int  # Maps that are held then, bit i for map i.
+    work: tuple[float, ...]  # Work of the maps that it makes, in forward passes.
     after: Liveness
 
 
@@ -291,7 +291,7 @@ class Compiler:
     def _streamed_inputs(self, index: int) -> tuple[int, ...]:
         """Return the sources that are streamed as a gradient is sent: computed tile by tile and never stored.
 
-        Not those over which the gradient would be written: it would need memory of its own.
+        Not those over which the gradient would be written: it would need new memory.
         """
         sizes = self.sizes
         streamed = []

@@ -162,7 +162,7 @@ class Sink:
 
     axis: int
     target: Tensor | None = None  # None until the one tile is there that has all rows
-    adds: bool = False  # to the gradients that the target has
+    adds: bool = False  # Add to the gradients that the target has.
     # Adds the part that statistics give to the gradient of raw rows, where the target lies over a normalised map.
     complete: Callable[[Tensor, Tensor], None] | None = None
     written: int = 0

@@ -63,8 +63,8 @@ class Reader:
         self.fakes: dict[fx.Node, Any] = {}  # results without data, where their types are not those of the program
         self.image: Value | None = None
         self.device_type = ""
-        self.is_mixed = False  # or traced under autocast, where types of maps are not those of plain's
-        self.has_gradients = True  # or within torch.no_grad()
+        self.is_mixed = False  # True if traced under autocast: its maps have other types than those of `plain`.
+        self.has_gradients = True  # It is False within torch.no_grad().
         self.detached: dict[Value | Weight, Value | Weight] = {}  # what has gradients, by what it is without
         self.without_gradient: set[Value | Weight] = set()  # what was computed without gradients
         self.precision: Precision | None = None  # within torch.autocast() in forward, if it is not the pass's
@@ -104,7 +104,7 @@ class Reader:
         placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(placeholders, signature.input_specs, strict=True):
             if spec.kind is InputKind.CUSTOM_OBJ:
-                fault = "forward draws by a generator of its own (torch.Generator)"
+                fault = "forward draws by its own generator (torch.Generator)"
                 raise UserError(f"{self.name}: {fault}; draw without one")
             fake = node.meta["val"]
             if spec.kind is InputKind.USER_INPUT:

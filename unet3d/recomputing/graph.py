@@ -39,7 +39,7 @@ class Value:
     shape: torch.Size
     dtype: torch.dtype
     layer: str  # path of the module that calls it
-    element: int | None = None  # which of several results
+    element: int | None = None  # Index among several results.
     inputs: tuple["Value", ...] = field(init=False)  # once each, in the order of the arguments
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Like:
     """A tensor of ones, as large as a value: an argument of an operation that reads no numbers of it."""
 
     shape: torch.Size
-    strides: tuple[int, ...]  # in whose order random numbers are drawn
+    strides: tuple[int, ...]  # Random numbers are drawn in the order of these.
     dtype: torch.dtype
     device: torch.device
 
@@ -99,7 +99,7 @@ class Derived:
     kwargs: Mapping[str, Any]
     size: int = 0  # bytes
     is_once: bool = False  # drawn once, when a pass begins, or changes a buffer
-    element: int | None = None  # which of several results
+    element: int | None = None  # Index among several results.
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +185,7 @@ def gives_view(target: Any) -> bool:
     return schema is None or any(result.alias_info is not None for result in schema.returns)
 
 
-Steps = tuple[Derived, ...]  # in the graph's order, which is that of what is written in place
+Steps = tuple[Derived, ...]  # Steps keep the graph's order, which is that of writes in place.
 
 
 def connected(graph: Graph) -> list[Steps]:
@@ -362,12 +362,12 @@ class Precision(NamedTuple):
 
 
 class InPrecision:
-    """An operation in a precision of its own, of tensors in the types that plain's have."""
+    """An operation in its own precision, of tensors in the types that plain's have."""
 
     def __init__(self, target: Callable[..., Any], precision: Precision, node: fx.Node) -> None:
         self.target = target
         self.precision = precision
-        self.dtypes = []  # of the tensors among the arguments, in order
+        self.dtypes = []  # Types of the tensors among the arguments, in order.
         for leaf in arguments(node):
             if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor):
                 self.dtypes.append(leaf.meta["val"].dtype)

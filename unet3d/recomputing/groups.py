@@ -21,7 +21,7 @@ from unet3d.recomputing.rules import Rule, Span
 from unet3d.recomputing.rules.pointwise import POINTWISE
 
 SUMS = ("add", "sub")
-SMALL = 8  # A group is cut at a map of which a segment on either side has so many times the bytes.
+SMALL = 8  # A group is cut at a map of which a segment on either side has eight times the bytes.
 # How a dimension of a result is found in the arguments of operations.
 MATCHED = {*POINTWISE.split(), "add", "dropout", "leaky_relu", "relu", "sub", "to"}
 SIZED = ("view", "reshape", "_unsafe_view")  # Their second argument is the size of the result.
@@ -111,8 +111,8 @@ def _cuts(group: Sequence[Value]) -> list[Value]:
 
 def _waists(group: Sequence[Value]) -> list[int]:
     """Return the places of values behind which nothing is read that was read or made before, but the value itself."""
-    first = {value: place for place, value in enumerate(group)}  # where values are made, and others are read first
-    last: dict[Value, int] = {}  # where they are read last
+    first = {value: place for place, value in enumerate(group)}  # Where each value is made, or first read.
+    last: dict[Value, int] = {}  # Where each value is last read.
     for place, value in enumerate(group):
         for source in value.inputs:
             first.setdefault(source, place)
@@ -158,7 +158,7 @@ class Along:
     """A dimension of a group's result, followed back through the group."""
 
     length: int
-    places: dict[Value, int]  # of the dimension in values and sources
+    places: dict[Value, int]  # The dimension's position in values and sources.
     weights: dict[Value, dict[Weight, int]] = field(default_factory=dict)  # its places in the weights that values read
     before: set[Value] = field(default_factory=set)  # values that it is followed to, and not through
 

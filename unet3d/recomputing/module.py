@@ -1,4 +1,4 @@
-"""`unet3d.recompute`: any network, trained by a schedule of its own."""
+"""`unet3d.recompute`: any network, trained by its own schedule."""
 
 import copy
 import functools
@@ -49,7 +49,7 @@ def recompute(
     the first schedule is found; where that saves nothing, passes are the network's own. Raises UserError.
 
     `plan`: "lean" makes sums and small convolutions again, "tiles" most maps, in at most 2.2 forward passes where the
-    search finds such a schedule, and "auto" as few as fit: weights, gradients, maps and what is `held` beside them (the
+    search finds such a schedule, and "auto" as few as fit: weights, gradients, maps and what is `held` besides (the
     optimizer's state, say, in bytes or as "600MiB") then keep the `budget`, as "6GiB".
     """
     recomputed = Recomputed(model, plan, budget, held)
@@ -63,7 +63,7 @@ def recompute(
 class Recomputed(nn.Module):
     """A network that is another one, in all but its training pass, which follows a schedule.
 
-    Each has a class of its own, whose bases are this one and the network's, and shares the network's state: parameters,
+    Each has its own class, whose bases are this one and the network's, and shares the network's state: parameters,
     modes, attributes, hooks. So its methods are the network's, and what is set on either is set on both. In evaluation,
     and without gradients, it runs the network's own forward.
     """

@@ -17,7 +17,7 @@ from unet3d.recomputing.readable import Code, code_of, snapshot, tensors_of
 from unet3d.recomputing.scratch import fixed_bytes, is_normalised, scratch_bytes
 from unet3d.recomputing.trace import trace
 
-CHEAP_STEM = 0.05  # of a forward pass: less work than this may be done again for each tile that reads a map
+CHEAP_STEM = 0.05  # Up to this share of a forward pass, work may be done anew for each tile that reads a map.
 
 
 def wanted_values(maps: Maps, tensors: Mapping[str, Tensor], image: Tensor) -> frozenset[Value]:
@@ -93,7 +93,7 @@ def _is_cheap_stem(program: Program, map_: Map, work: float) -> bool:
 def _over(program: Program, map_: Map, dtype: torch.dtype) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
     """Return sources over which a map may be made, whose gradient may lie over the map's, or over themselves."""
     over_map, over_gradient, over_source = set(), set(), set()
-    # The rows of one tile have memory of their own.
+    # The rows of one tile have their own memory.
     tiles = () if map_.rule is None else program.plan(map_).tiles
     outputs = program.maps.graph.outputs
     for source in map_.sources if len(tiles) > 1 else ():
@@ -124,13 +124,14 @@ def _inplace_workspace(program: Program, map_: Map, over: frozenset[int], dtype:
     return bytes_of(map_.value, dtype) // map_.value.shape[program.maps.axis] * longest
 
 
-TILES = 24  # of the largest value, on the CPU
+TILES = 24  # Tiles of the largest value on the CPU.
 FEWEST_TILES = 12  # the same where tiles are small, and calls take longer than what they compute
 SMALL_TILE = 2**18  # numbers
-LEAN_TILES_IN_HALF = 8  # for "lean" in half precision, where copies and calls take longer than in float32 beside
-LEAN_FEWEST_IN_HALF = 4  # convolutions, and a tile takes half of the bytes
-CUDA_TILES = 3  # of it on a GPU, where a step of more waits for its launches
-CUDA_MOST_TILES = 12  # where tiles are so large that it does not, and workspaces of cuDNN would be large
+# In half precision, copies and calls take longer than in float32 against convolutions, and a tile half of the bytes.
+LEAN_TILES_IN_HALF = 8
+LEAN_FEWEST_IN_HALF = 4
+CUDA_TILES = 3  # On a GPU a step of more tiles waits for its launches.
+CUDA_MOST_TILES = 12  # Tiles so large that launches do not show may be more: workspaces of cuDNN get smaller.
 CUDA_LARGE_TILE = 43 * 2**20  # numbers
 CUDA_TILE = 2**22  # numbers of a tile there, at least
 
@@ -171,7 +172,7 @@ def prepare(
     if not on_cpu:
         for weight in maps.converted_weights:  # A pass on a GPU keeps them in the type of maps.
             tensor = tensors.get(weight.name)
-            known = torch.float32 if tensor is None else tensor.dtype  # of derived ones
+            known = torch.float32 if tensor is None else tensor.dtype  # A derived value has no tensor yet.
             if known.is_floating_point and known != dtype:
                 program.fixed_bytes += weight.shape.numel() * dtype.itemsize
     return program

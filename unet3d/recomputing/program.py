@@ -27,7 +27,7 @@ from unet3d.recomputing.search import EMPTY, Schedule, compile_schedule
 
 MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
 PLANS = ("lean", "tiles", "auto")  # little work, little memory, what a budget allows
-WORTH_FOR_LEAN = 1.3  # 1 % of a forward pass less is as good as so many % of memory less
+WORTH_FOR_LEAN = 1.3  # 1 % of a forward pass less is as good as 1.3 % of memory less
 WORTH_FOR_TILES = 0.1
 FEW = 50  # times fewer numbers than the largest value has: so small is an excitation beside the map that it scales
 
@@ -39,8 +39,8 @@ class TilePlan:
     """A tile of a map: the rows of each fused value and of each source."""
 
     span: Span  # the rows of the map
-    spans: Mapping[Value, Span]  # of sources, and of fused values
-    inputs: Mapping[Value, Sequence[Span]]  # from which those of each fused value are made
+    spans: Mapping[Value, Span]  # Spans of sources and fused values.
+    inputs: Mapping[Value, Sequence[Span]]  # Spans that each fused value is made from.
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     else:
         weighted = [value for value in map_.fused if value.op not in DROPOUTS]
         weights = [weight.shape.numel() for value in weighted for weight in value.weights()]
-        if largest <= max(weights, default=0):  # whose gradient would lie beside each tile but the first
+        if largest <= max(weights, default=0):  # Each tile but the first lies beside a weight's gradient.
             numbers = largest
         rows = max(1, round(numbers * length / largest))
         count = math.ceil(length / rows)
@@ -97,7 +97,7 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
             fewest_of_value = rule.fewest_rows(value, axis)
             if fewest_of_value is not None:
                 fewest = math.ceil(fewest_of_value * length / value.shape[axis])
-                if fewest <= MOST * rows:  # else a tile is convolved as two images
+                if fewest <= MOST * rows:  # Otherwise a tile is convolved as two images.
                     count = min(count, max(1, length // fewest))
     return list(pairwise(length * index // count for index in range(count + 1)))
 
@@ -125,12 +125,12 @@ class Program:
     """The program that all passes over images of one size share."""
 
     maps: Maps
-    numbers: int  # of a tile
+    numbers: int  # Numbers in a tile.
     on_cpu: bool
     wanted: frozenset[Value]  # values of which a gradient is needed
     schedule: Schedule = EMPTY
-    sizes: Sizes | None = None  # by which schedules are chosen; None while they are measured
-    fixed_bytes: int = 0  # of weights, buffers, image and random numbers, which are there through all of a pass
+    sizes: Sizes | None = None  # Schedules are chosen by these; None while they are measured.
+    fixed_bytes: int = 0  # Weights, buffers, image and random numbers stay through all of a pass.
     plain_bytes: int | None = None  # predicted of the network's own pass, like `peak_bytes`; None: not known
     # What its network's code names, and what it was traced from: networks that are equal in that have the same graph.
     traced: tuple[Code, tuple[Any, ...]] | None = None
@@ -192,8 +192,8 @@ class Technique(NamedTuple):
     """A way to save the memory of maps: backward computes them a second time."""
 
     segment_starts: tuple[int, ...] = ()  # the first stage of each checkpointed segment; (): no checkpointing
-    program: Program | None = None  # of recomputation by a schedule
-    window_program: Program | None = None  # that passes without gradients follow, too
+    program: Program | None = None  # Schedule of recomputation.
+    window_program: Program | None = None  # Passes without gradients follow it, too.
     forward_recompute_fraction: float = 0.0  # convolution FLOPs computed twice, as a share of a forward pass
 
 

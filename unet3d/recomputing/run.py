@@ -24,7 +24,7 @@ from unet3d.recomputing.rules import memory_of, rows_of, shape_of_rows
 from unet3d.recomputing.rules.normalisation import norm_of, take_statistics
 from unet3d.recomputing.state import State
 
-Places = Mapping[Value, Place]  # of sources' gradients
+Places = Mapping[Value, Place]  # Places of sources' gradients.
 
 
 class Executor:
@@ -37,7 +37,8 @@ class Executor:
         self.autocast = autocast
         self.maps: dict[Value, Tensor] = {}
         self.gradients: dict[Value, Tensor | None] = {}  # None: of an output that the loss does not use
-        self.memory_of_outputs: dict[Value, int] = {}  # that no map reads: their gradients are not ours to write over
+        # No map reads these outputs: their gradients are the caller's, and not written over.
+        self.memory_of_outputs: dict[Value, int] = {}
         self.versions: list[tuple[str, Tensor, tuple[int, int]]] = []
         self.by_index = program.maps.maps
         self.instructions = list(program.schedule.instructions)
@@ -52,7 +53,7 @@ class Executor:
         for instruction in self.instructions[:turn]:
             self.execute(instruction)
         outputs = tuple(self.maps[value] for value in graph.outputs)
-        read_again: dict[str, Tensor] = {}  # in backward, by names
+        read_again: dict[str, Tensor] = {}  # Backward reads these again, by name.
         for number, value in enumerate(graph.outputs):
             if self.program.maps.users[value]:
                 self.maps[value] = self.maps[value].detach()  # The output itself will hold this pass, in a circle.

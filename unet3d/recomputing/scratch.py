@@ -1,4 +1,4 @@
-"""Bytes beside maps and gradients while an instruction runs, measured on tensors without data.
+"""Workspace of an instruction, bytes besides maps and gradients, measured on tensors without data.
 
 Each instruction is carried out once, as a pass would do it, on its first two tiles and its last two: the others are
 like the second. `Backward` in two passes alone runs all tiles. `plain_bytes` measures the network's own pass.
@@ -111,7 +111,7 @@ class _Loss(torch.autograd.Function):
 def plain_bytes(network: nn.Module, image: Tensor, autocast: torch.dtype | None, on_cpu: bool) -> int | None:
     """Return what `Program.peak_bytes` predicts of a schedule, of the network's own forward and backward pass.
 
-    The network runs once more, under autograd, on tensors without data, and is left as it was. Arguments are those of
+    The network runs again, under autograd, on tensors without data, and is left as it was. Arguments are those of
     `prepare`. None where it does not run so.
     """
     tensors = tensors_of(network)
@@ -149,7 +149,7 @@ def fixed_bytes(tensors: Mapping[str, Tensor], image: Tensor) -> int:
 def scratch_bytes(
     program: Program, weights: dict[str, Tensor], image: Tensor, autocast: torch.dtype | None
 ) -> list[tuple[Workspace, Workspace]]:
-    """Return what lies beside maps and gradients in the instructions of each map; also where stems are streamed."""
+    """Return the workspaces in the instructions of each map; also where stems are streamed."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         fake_weights: dict[str, Tensor] = {}
         for name, tensor in weights.items():
@@ -231,12 +231,12 @@ class _Meter:
         )
 
     def compute(self, map_: Map, streamed: Streamed = ()) -> int:
-        """Return the bytes beside the map while it is made."""
+        """Return the workspace of making the map."""
         self._provide(map_, streamed)
         return self._measured(Compute(map_.index, None, streamed))
 
     def _backward(self, map_: Map, streamed: Streamed) -> int:
-        """Return the bytes beside maps and gradients while the gradient of a map is sent."""
+        """Return the workspace of sending the gradient of a map."""
         if map_.value not in self.program.wanted:
             return 0
         self._provide(map_, streamed)
@@ -286,7 +286,7 @@ class _Meter:
         return [other for other in self.run.by_index if other.value in wanted]
 
     def _provide(self, map_: Map, streamed: Streamed) -> None:
-        """Put the sources there, and let views of weights be no tensors of their own."""
+        """Put the sources there, and let views of weights be no new tensors."""
         self.count.reset()
         if streamed:
             map_ = self.program.plan(map_, streamed).map

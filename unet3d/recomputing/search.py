@@ -34,8 +34,8 @@ class Schedule:
     """Instructions of a pass and its backward pass."""
 
     instructions: tuple[Instruction, ...]
-    peak_bytes: int  # of maps, gradients and what is beside them in an instruction
-    work: float  # of all maps made, in forward passes
+    peak_bytes: int  # Maps, gradients and an instruction's workspace together.
+    work: float  # Forward passes that making all maps takes.
     keep: Masks = ()
 
 
@@ -46,10 +46,10 @@ class Cost(NamedTuple):
     """The most bytes of a schedule, where that is, and its work."""
 
     bytes: int
-    work: float  # of the whole schedule, in forward passes
+    work: float  # Forward passes that the whole schedule takes.
     stage: int
-    maps: int  # that are there at the most bytes, bit i for map i
-    mean: float  # of the most bytes of each stage
+    maps: int  # Maps that are held at the peak, bit i for map i.
+    mean: float  # Mean over stages of their peaks.
 
 
 class StageCache:
@@ -62,15 +62,16 @@ class StageCache:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self._states = [NOTHING]  # by their numbers
+        self._states = [NOTHING]  # Position is the state's number.
         self._numbers = {NOTHING: 0}
         # Each stage, among maps that only stay over it, and the number of what there is after it: by the number of what
         # there is before, and the maps that stay after it.
         self._placed: list[dict[tuple[int, int], tuple[Stage, int]]] = [{} for _ in range(sizes.count + 1)]
-        self._made: dict[tuple[int, int], Stage] = {}  # by a map and what stays of its sources that nothing reads later
+        # Keys: a map, and which of its sources stay that nothing reads later.
+        self._made: dict[tuple[int, int], Stage] = {}
         self._sent: dict[tuple[int, Liveness, int], Stage] = {}
         self._last_reads = [mask_of(sources) for sources in sizes.last_reads]
-        self._concerned: dict[tuple[int, int], int] = {}  # by the number of a stage and the maps that are there
+        self._concerned: dict[tuple[int, int], int] = {}  # Keys: a stage's number and the maps that are held.
 
     def schedule(self, table: Masks) -> Schedule:
         """Return the schedule in which the maps of a table stay."""
@@ -242,7 +243,7 @@ class Changes:
         return sorted(flips)
 
     def evictions(self, table: Table, cost: Cost) -> Iterator[list[Flip]]:
-        """Yield the changes that give up a map that is there at the peak, also for one beside it."""
+        """Yield the changes that give up a map that is there at the peak, also for a neighbour."""
         for index in indices_of(cost.maps):
             for gap in self.gaps[index]:
                 if cost.stage not in gap:
@@ -317,10 +318,10 @@ DESCENTS = 3  # So many of the first tables, the best of the last limit, are fol
 SHARE_OF_DESCENT = 1 / 6  # A descent gets this share of a limit's tries.
 MUCH_WORK = 1.3  # From this limit on the other table is that of the least memory.
 STEP = 0.15  # Before, it is the best of a limit so much higher.
-HEAT = 0.03  # of the largest map: bytes for which a change for the worse is accepted at first, one time in e
-PRICE = 0.05  # of the largest map, in bytes, for a forward pass of work: else work up to the limit is done in vain
-MEAN = 0.02  # of the bytes of a stage, on average: else nothing tells a change for the better beside the peak
-SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # of the largest map, up to which maps stay in the first tables
+HEAT = 0.03  # Share of the largest map: a change worse by it is accepted at first, one time in e.
+PRICE = 0.05  # Price of a forward pass in shares of the largest map: else work up to the limit is wasted.
+MEAN = 0.02  # Weight of a stage's mean bytes: else only the peak tells a better change.
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.6, 1.0)  # Maps up to such a share of the largest stay in the first tables.
 
 
 class Front:

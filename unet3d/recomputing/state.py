@@ -25,17 +25,18 @@ class State:
     """The state of a pass without its maps."""
 
     axis: int
-    dtype: torch.dtype  # of maps
+    dtype: torch.dtype  # Type of maps.
     weights: Mapping[str, Tensor]  # parameters, buffers, constants and derived tensors by name
-    on_cpu: bool = True  # else each call costs a launch, and what is small stays for the whole pass
-    statistics: dict[Value, tuple[Tensor, Tensor, int]] = field(default_factory=dict)  # of `normalisation.Norm`
-    sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of normalisations' gradients, N C
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of weights
+    on_cpu: bool = True  # On a GPU each call costs a launch, and small values stay for the whole pass.
+    # Entries of `normalisation.Norm`.
+    statistics: dict[Value, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    sums: dict[Value, tuple[Tensor, Tensor]] = field(default_factory=dict)  # Sums N C of normalisations' gradients.
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # Weights' gradients.
     of_tile: dict[str, Tensor] = field(default_factory=dict)  # the same, not yet added
     of_images: dict[int, list[tuple[Weight, Tensor]]] = field(default_factory=dict)  # the same, not yet summed
     updated: set[Value] = field(default_factory=set)  # whole normalisations that have updated their running statistics
     takes_sums: bool = True  # False in the second of two passes over the same tiles
-    prepared: dict[Any, Any] = field(default_factory=dict)  # by one instruction, for all of its tiles
+    prepared: dict[Any, Any] = field(default_factory=dict)  # What an instruction prepares for all of its tiles.
     converted: dict[str, Tensor] = field(default_factory=dict)  # weights in the type of maps, of the whole pass
 
     def weight(self, weight: Weight) -> Tensor:

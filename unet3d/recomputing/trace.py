@@ -1,6 +1,6 @@
 """Traces a network by torch.export, and refuses what a schedule would not repeat.
 
-Functions with a backward of their own, hooks of tensors, gradients taken within forward, numbers of generators that are
+Functions with their own backward, hooks of tensors, gradients taken within forward, numbers of generators that are
 not torch's, and all that forward leaves behind are watched for while it is traced. Parts of forward without gradients,
 or in another precision, are marked: torch.export makes graphs of such parts, and loses that one lies within another;
 here the marks stay in the graph. Lines of refusals name the place in the source.
@@ -144,7 +144,7 @@ def _raised(model: nn.Module, size: Sequence[int], dtype: torch.dtype, device: t
 
 @contextmanager
 def unseen(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Let nobody see that forward runs once more: what it says, draws, or does to attributes that are no parameters.
+    """Let nobody see that forward runs again: what it says, draws, or does to attributes that are no parameters.
 
     Also what torch.export remarks on what it cannot trace, since the error says it, and that it makes two of a list
     which two modules share.
@@ -365,7 +365,7 @@ def _apply(watch: Watch) -> Callable[..., Any]:
                 watch.refuse(f"{problem}; give it use_reentrant=False")
             return function(*inputs)  # Without checkpoint, gradients are the same.
         if name not in TRACEABLE_FUNCTIONS:
-            problem = f"{name} has a backward of its own, which a trace does not see"
+            problem = f"{name} has its own backward, which a trace does not see"
             advice = "compute it by torch's operations, or leave this network to torch.utils.checkpoint"
             watch.refuse(f"{problem}; {advice}", sys._getframe(1))
         return original(kind, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 Tensor cores read maps with channels last. Of N C D H W maps in half precision or TF32, cuDNN therefore transposes the
 input, the output and the filter in a workspace, each with its channels filled up to a multiple of 8 (TF32: 4). The
-gradient of a filter is summed up in parts beside that. `benchmarks/workspaces.py` compares the rule with a GPU's
+gradient of a filter is summed up in parts besides that. `benchmarks/workspaces.py` compares the rule with a GPU's
 allocator; docs/results.md has what it found. Other GPUs and other versions of cuDNN may choose other engines.
 """
 
@@ -18,19 +18,19 @@ CONVOLUTION = torch.ops.aten.convolution.default
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 KIB = 2**10
 HALF = (torch.bfloat16, torch.float16)
-ALIGNED_BYTES = 16  # to which the channels of a voxel are filled up
+ALIGNED_BYTES = 16  # The channels of a voxel are filled up to a multiple of it.
 THIN_CHANNELS = 32  # at most, of filters one voxel deep that are computed without a workspace
-# The gradient of a filter is the sum of parts in float32. Of filters of few channels, a part is a tile of so many rows,
-# an output each, and a multiple of so many columns.
+# The gradient of a filter is the sum of parts in float32. Of filters of few channels, a part is TILE_ROWS rows,
+# an output each, and a multiple of TILE_COLUMNS columns.
 FEW_OUTPUTS = 24
 FEW_CHANNELS = 32
 TILE_ROWS = 32
 TILE_COLUMNS = 128
-PARTS = 120  # for at most FEW_OUTPUTS, of a map of MANY_VOXELS at least, all images together
+PARTS = 120  # Parts for at most FEW_OUTPUTS, of a map of at least MANY_VOXELS, all images together.
 MANY_VOXELS = 2**17
-FEWER_PARTS_SUMS = 1_536 * KIB  # of a smaller map
+FEWER_PARTS_SUMS = 1_536 * KIB  # Sums of a smaller map.
 MOST_SUMS = 21 * 2**20  # measured
-PARTS_BY_VOXELS = ((600_000, 1), (2_000_000, 35), (math.inf, 53))  # for more outputs
+PARTS_BY_VOXELS = ((600_000, 1), (2_000_000, 35), (math.inf, 53))  # Parts for more outputs, by voxels.
 # Of other filters, by their number of channels, of a map of SOME_VOXELS at least.
 SOME_VOXELS = 2**15
 THIN_SUMS = 1_872 * KIB  # one voxel deep along an axis

@@ -33,7 +33,7 @@ FOLDS_NOTE = (
     "SD: of the folds' means, with n - 1. Pooled: mean ± SD over all cases, each of which was held out once. Mean of "
     "classes: mean of the classes' means; its pooled SD is that of the cases' means."
 )
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of tables for people: the heading of a number, its format
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # Headings and formats of numbers in tables for people.
     "status": ("status", compared_runs.ending),  # why a run failed is below the table
     "peak_predicted_bytes": ("peak, predicted (MiB)", mib),
     "peak_measured_bytes": ("peak, measured (MiB)", mib),
@@ -217,7 +217,7 @@ def write_comparison(runs: Sequence[ComparedRun], folder: Path) -> Path:
     peak; with fewer than two, all with a peak.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "folds.csv").unlink(missing_ok=True)  # of an earlier comparison, as the pictures
+    (folder / "folds.csv").unlink(missing_ok=True)  # An earlier comparison may have left it.
     for name in ("compare", "curves", "folds"):
         remove_picture(folder / f"{name}.png")
     rows = compared_runs.methods(runs)

@@ -24,8 +24,8 @@ from unet3d.training.metrics import mean_of
 
 RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
 FOLD = "data.fold"
-MOST_NAMES = 6  # of runs with one value: of more, their number
-SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # of env.json
+MOST_NAMES = 6  # Up to six runs with one value are named: more are counted.
+SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # Keys of env.json.
 MEAN = ""  # among the classes: the mean of all
 NO_SCORE = Score((), {}, None, None, None, None)
 
@@ -41,12 +41,12 @@ class ComparedRun:
     settings: Mapping[str, str]
     is_whole: bool  # whether `settings` is the whole config; else only the command line is known
     environment: Mapping[str, str]
-    numbers: Mapping[str, Any]  # with the names, order and units of compare.csv; None for a number that it has not
-    curves: Mapping[str, Curve]  # by their keys in metrics.jsonl
+    numbers: Mapping[str, Any]  # Keys, order and units of compare.csv; None for a number that it has not.
+    curves: Mapping[str, Curve]  # Keys are those of metrics.jsonl.
     named: frozenset[str] = frozenset()  # options on its command line
     scores: Sequence[Mapping[str, str]] = ()  # scores.csv
     folds: "tuple[ComparedRun, ...]" = ()
-    folder: Path = Path()  # of a run; of a method, the first fold's
+    folder: Path = Path()  # A method has its first fold's.
 
     @property
     def scored(self) -> str | None:
@@ -118,7 +118,7 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
     steps = numbers_of(run.records, "time/step_s")
     labelled = numbers_of(run.records, "data/labelled_share")
     only_predicts = bool(predicted) and not measured and not run.records
-    network_grid = "network" if run.spacing else None  # else both are one grid
+    network_grid = "network" if run.spacing else None  # Without resampling both are one grid.
     distances: dict[str, Any] = {}
     for key in run.scores[0] if run.scores else ():
         if key.startswith("hd95_mm/"):

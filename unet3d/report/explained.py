@@ -24,7 +24,7 @@ def write_page(explanation: Explanation, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     if any((folder / name).exists() for name in ("STATUS", "metrics.jsonl")):
-        raise UserError(f"{folder}: holds a run; give a folder of its own")
+        raise UserError(f"{folder}: holds a run; give it its own folder")
     folder.mkdir(parents=True, exist_ok=True)
     memory = {
         "about": f"{explanation.name}: {explanation.about}",

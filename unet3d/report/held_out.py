@@ -30,15 +30,15 @@ METRICS = {  # heading, digits
     "hd95_mm": ("HD95 (mm)", 2),
 }
 ROLES = ("best", "median", "worst")
-MOST_COLUMNS = 200  # of the table of a page, which so stays under 2 MB
+MOST_COLUMNS = 200  # Keeps a page's table under 2 MB.
 MOST_CELLS = 20_000
 SCORES_TITLE = "Scores on the held-out cases"
 OWN_GRIDS = "on the files' own grids"
 MEAN_OF_CLASSES = "mean of classes"
-CaseRow = Mapping[str, Any]  # of `RunRecord.scores`
+CaseRow = Mapping[str, Any]  # Rows of `RunRecord.scores`.
 PLANES = ("sagittal", "coronal", "axial")  # across the axes X, Y, Z
-AXES = ((1, 2), (0, 2), (0, 1))  # that a plane shows to the right and upwards
-DIRECTIONS = "RAS"  # where the axes of a canonical volume point: right, anterior, superior
+AXES = ((1, 2), (0, 2), (0, 1))  # Axes that a plane shows to the right and upwards.
+DIRECTIONS = "RAS"  # Axes of a canonical volume point right, anterior and superior.
 FALSE_NEGATIVE = "false negative"
 FALSE_POSITIVE = "false positive"
 WRONG_CLASS = "wrong class"
@@ -48,13 +48,13 @@ ERRORS = {  # apart for every kind of colour vision, on grey
     WRONG_CLASS: "#FFE000",
 }
 OUTLINES = "truth and prediction"  # a column
-STYLES: dict[str, Any] = {"truth": "-", "prediction": (0, (2, 1.2))}  # of outlines: solid; dashes and gaps
+STYLES: dict[str, Any] = {"truth": "-", "prediction": (0, (2, 1.2))}  # Outlines are solid or dashed.
 NEUROLOGICAL = "right is right"  # radiologists expect the mirror image
 MAP_WIDTH = 2.5  # inches, of the widest map
 LEAST_HEIGHT = 0.8  # inches, of one plane
 MOST_HEIGHT = 3.4
-MOST_CLASSES = 20  # of the folds' figure
-TITLE_LETTERS = 100  # in a line
+MOST_CLASSES = 20  # Bound of the folds' figure.
+TITLE_LETTERS = 100  # Bound of a line.
 CASES_OF_A_BOX = 8  # at least: of fewer, a box from quartile to quartile says little
 
 
@@ -76,8 +76,8 @@ class Score(NamedTuple):
     """A class's score of one cross-validated method; None where it has no score."""
 
     folds: tuple[float | None, ...]  # the mean of the cases of each fold
-    cases: Mapping[str, float]  # of all folds, pooled; from the lowest to the highest, equals by name
-    mean: float | None  # of the folds
+    cases: Mapping[str, float]  # Dice of all folds' cases, pooled, ascending, equals by name.
+    mean: float | None  # Mean of the folds' means.
     sd: float | None
     pooled: float | None
     pooled_sd: float | None
@@ -225,7 +225,7 @@ def segmentation(
 ) -> None:
     """Draw an image, the outlines of its "truth" and its "prediction", and where they differ, on three planes.
 
-    All are (X, Y, Z) on canonical axes. A layer "learned" has a column of its own. The planes meet in the voxel
+    All are (X, Y, Z) on canonical axes. A layer "learned" has its own column. The planes meet in the voxel
     `where`; None: in the middle of the truth, or of the prediction where the truth is empty. `spacing` is the voxel's
     size in mm; `class_names` begins with background. `labels_of` has the labels of each class but this; None: its
     number. Unlabelled voxels are dark.

@@ -24,7 +24,7 @@ from unet3d.run.run_folder import last_step, read_records
 
 Scalar = float | int | str | None
 STEP = "trainer/step"
-DATA_DIR = "WANDB_DATA_DIR"  # where wandb keeps copies of what it is to upload
+DATA_DIR = "WANDB_DATA_DIR"  # wandb keeps copies of files to upload there.
 NOT_FINITE = ("nan", "inf", "-inf")
 SWEEP_FILE = "multirun.yaml"  # Hydra writes it into the folder of a sweep
 QUIET: dict[str, Any] = {  # wandb.Settings of every run
@@ -48,8 +48,8 @@ PRIVATE = {  # wandb.Settings of a private run
     "x_disable_machine_info": True,
     "x_disable_stats": True,
 }
-PLAIN_LINES = 20  # of a run on the terminal, about
-FAILURES = (Exception, SystemExit)  # of a logger; they end no run, nor does the exit code of a logger that exits
+PLAIN_LINES = 20  # About 20 lines of a run appear on the terminal.
+FAILURES = (Exception, SystemExit)  # No failure of a logger ends a run; one that exits does not set the exit code.
 
 
 class Logger(Protocol):
@@ -192,7 +192,7 @@ class TerminalLogger:
     """Shows losses in a bar, or in plain lines where there is no terminal; prints the Dice of each validation."""
 
     def __init__(self, steps: int, terminal: Console | None = None, switches: str = "", grid: str = "") -> None:
-        """`switches` is printed beside the seconds per step, `grid`, on which cases are scored, beside the Dice."""
+        """`switches` is printed next to the seconds per step, `grid`, on which cases are scored, next to the Dice."""
         self.steps = steps
         self.terminal = terminal or Console()
         self.switches = f" ({switches})" if switches else ""
@@ -200,7 +200,7 @@ class TerminalLogger:
         self.every = max(1, steps // PLAIN_LINES)
         self.started = time.perf_counter()
         self.first = 0  # step of this process, which may have resumed
-        self.seconds: list[float] = []  # of each step since the last plain line
+        self.seconds: list[float] = []  # Seconds of each step since the last plain line.
         self.validating = 0.0  # seconds so far
         self.dice: list[float] = []
         self.bar = Counter("training", steps, self.terminal, plain_lines=False)
@@ -218,7 +218,7 @@ class TerminalLogger:
         best = f"  Dice {self.dice[-1]:.3f}, best {max(self.dice):.3f}" if self.dice else ""
         self.bar.reach(step, f"{loss}{best}")
         if (step % self.every == 0 or step == 1) and not self.bar.has_bar:
-            mean = fmean(self.seconds)  # of the steps since the last line; of validations, of all so far
+            mean = fmean(self.seconds)  # Mean since the last line; of validations, over all so far.
             left = (self.steps - step) * (mean + self.validating / (step - self.first + 1))
             remaining = f"  {duration(left)} left" if step < self.steps else ""
             self._line(step, f"{loss}  {mean:.2f} s/step{self.switches}{remaining}")
@@ -324,7 +324,7 @@ class WandbLogger:
         try:
             self._wandb.setup(settings)  # before init, which else prints, or asks for a key
             return self._wandb.init(
-                mode=mode,  # for wandb it wins over WANDB_MODE
+                mode=mode,  # In wandb it wins over WANDB_MODE.
                 dir=str(self._folder),
                 **identity(config.wandb, self._folder),
                 id=earlier,
@@ -360,7 +360,7 @@ class WandbLogger:
         """Record a checkpoint as an artifact, as the path of a copy in the run folder, also in a private run."""
         artifact = self._wandb.Artifact(f"run-{self._run.id}-best", type="model")
         place = os.environ.get(DATA_DIR)
-        os.environ[DATA_DIR] = place or str(self._folder / "wandb")  # else copies gather in the home folder
+        os.environ[DATA_DIR] = place or str(self._folder / "wandb")  # By default copies gather in the home folder.
         try:
             artifact.add_file(str(path), name=path.name)
             self._run.log_artifact(artifact)
@@ -374,13 +374,13 @@ class WandbLogger:
         try:
             self._run.finish(exit_code=exit_code)
         finally:
-            self._wandb.teardown(exit_code)  # else a wandb-core that died prints at exit
+            self._wandb.teardown(exit_code)  # A wandb-core that died would print at exit.
 
 
 def _load(is_private: bool) -> Any:
     """Return wandb."""
     if is_private:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb sends its tracebacks home
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # By default wandb sends its tracebacks home.
     with process.loading("wandb"):
         import wandb
 
@@ -414,7 +414,7 @@ def identity(options: Wandb, folder: Path) -> dict[str, Any]:
     By default its name is the run folder's, and its group the folder of the sweep that it belongs to.
     """
     folder = folder.resolve()
-    sweep = folder.parent.name if (folder.parent / SWEEP_FILE).is_file() else None  # that it is a job of
+    sweep = folder.parent.name if (folder.parent / SWEEP_FILE).is_file() else None  # The sweep whose job it is.
     name = f"{sweep}-{folder.name}" if sweep else folder.name
     group = name if (folder / SWEEP_FILE).is_file() else sweep  # the comparison at a sweep's end is of its group
     project = os.environ.get("WANDB_PROJECT") if options.project == Wandb().project else None

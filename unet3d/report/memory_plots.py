@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Entry = Mapping[str, Any]  # a step in memory.json
 Series = Mapping[str, Sequence[tuple[float, int]]]  # name: x and peak in bytes
-Part = tuple[str, str, Array, Array]  # of a stack: name, colour, MiB in every place, MiB below it
+Part = tuple[str, str, Array, Array]  # A stack's name, colour, MiB in every place and MiB below it.
 KINDS = {  # category of bytes: its name and colour, from the bottom of a stack up; what every step keeps lies below
     "params": ("weights", "#0072B2"),
     "optimizer": ("optimizer state", "#CC79A7"),
@@ -32,7 +32,7 @@ KINDS = {  # category of bytes: its name and colour, from the bottom of a stack 
     "temporaries": ("temporaries", "#E69F00"),
 }
 MOST_BARS = 60  # layers of a network without levels
-MOST_EVENTS = 5000  # of a step whose areas an SVG draws as shapes, not as pixels
+MOST_EVENTS = 5000  # Above it, an SVG draws a step's areas as pixels.
 WIDTH = 9.6  # inches, of a figure
 BAND_COLOURS = ("#F2F2F2", "#FFFFFF")
 

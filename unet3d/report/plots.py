@@ -37,12 +37,12 @@ VALIDATION = "#009E73"  # Its loss; that of training is blue.
 FEW_RECORDS = 30  # are marked one by one
 MANY_RECORDS = 200  # fade behind their running mean
 MOST_POINTS = 1000  # Points of one curve among several.
-LABEL_LETTERS = 60  # of a run's label
-NAME_LETTERS = 24  # of a class in a legend
+LABEL_LETTERS = 60  # Bound of a run's label.
+NAME_LETTERS = 24  # Bound of a class's name in a legend.
 LETTER = 0.075  # inches; a letter's mean width in 9 points, generously
 LINE = 0.19  # inches; a line's height in 9 points
 LEGEND_ROWS = 13
-LETTERS_ABREAST = 50  # of the classes' names below an axis
+LETTERS_ABREAST = 50  # Bound of all classes' names below an axis.
 SLOW = 4  # times the median: seconds per step beyond are cut off, if at least the share RARE is below
 RARE = 0.8
 SMALL_PANELS = {  # below the loss
@@ -56,8 +56,8 @@ OVERLAID = {"train/loss": "Training loss", "val/dice_mean": "Validation Dice, me
 PARETO = "Pareto-optimal"
 PANELS = {"step_median_s": "seconds per step, median", "dice_mean": "Dice"}  # numbers that are drawn over the peak
 POINT: dict[str, Any] = {"mec": "black", "mew": 0.5, "ms": 7, "capsize": 3}
-LEAST_DICE = 0.05  # that an axis shows: less is noise, and would look like a trade-off
-Numbers = Mapping[str, Any]  # of a run, with the names of compare.csv
+LEAST_DICE = 0.05  # An axis shows no smaller difference: it is noise, and would look like a trade-off.
+Numbers = Mapping[str, Any]  # A run's numbers by the names of compare.csv.
 
 
 def blank(width: float, height: float) -> "Figure":

@@ -33,9 +33,9 @@ TEMPLATES = Path(__file__).with_name("templates")
 MAX_PICTURE_BYTES = 2**24
 PNG = b"\x89PNG\r\n\x1a\n"  # how each PNG file begins
 MAX_WIDTH = 2000  # pixels on the page
-MOST_COLUMNS = 2000  # of metrics.csv
+MOST_COLUMNS = 2000  # Bound of metrics.csv.
 MOST_CELLS = 10**8
-MOST_CLASSES = 60  # of figures/scores.png
+MOST_CLASSES = 60  # Bound of figures/scores.png.
 METHODS = "For a methods section"
 RECEIPT = "Receipt: plan against run (planned minus measured)"
 FILES = ("report.html", "scores.csv", "metrics.csv", "memory.json", "checkpoints/best.pt", "figures", "predictions")
@@ -45,7 +45,7 @@ class Picture(NamedTuple):
     """A PNG file within a page."""
 
     data: str  # base64
-    about: str  # for those who cannot see it
+    about: str  # Text for those who cannot see it.
     width: int  # pixels on the page; at two thirds of it letters are still legible: below, the picture scrolls
 
 
@@ -252,8 +252,8 @@ def prediction(run: RunRecord) -> str:
 class Promise(NamedTuple):
     """A number that was planned, and the same one measured."""
 
-    name: str  # with its unit
-    key: str  # in compare.csv
+    name: str  # Heading with its unit.
+    key: str  # Column of compare.csv.
     planned: float
     measured: float | None
 

@@ -213,14 +213,14 @@ def fitting(model: nn.Module, weights: dict[str, Tensor], path: Path) -> dict[st
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value of a file is a tensor with a number of its own at each index, as weights are."""
+    """Return whether a value of a file is a tensor with a different number at each index, as weights are."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     return not (value.is_meta or value.is_nested or value.is_quantized)
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError for numbers that no training can begin or go on with."""
+    """Raise CheckpointError for numbers that no training can begin or continue with."""
     for name, value in weights.items():
         if not is_finite(value):
             raise CheckpointError(f"{path}: {name} holds NaN or infinite numbers; take an earlier checkpoint")
@@ -249,8 +249,9 @@ class TrainedNetworks:
     classes: tuple[str, ...]  # background first
     channels: tuple[str, ...]
     intensity: tuple[Intensity, ...]  # a rule for each channel
-    step: int  # of the run that wrote them
-    weights: list[dict[str, Tensor]]  # of each network: a run's checkpoint holds one, a published one may hold several
+    step: int  # Step of the run that wrote them.
+    # One for each network: a run's checkpoint holds one, a published one may hold several.
+    weights: list[dict[str, Tensor]]
     splits: list[Split]  # what was held out from each
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
     seen: Seen | None = None  # what their training cases are like; None where nobody has looked

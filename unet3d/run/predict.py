@@ -42,7 +42,7 @@ class Segmenter:
 
     predictor: Predictor
     intensity: tuple[Intensity, ...]
-    options: Data  # of training: the grid, how headers are read, which value label maps have for a class
+    options: Data  # Training's options: the grid, how headers are read, which value label maps have for a class.
     classes: tuple[str, ...] = ()  # their names, background first
     channels: tuple[str, ...] = ()
     largest: tuple[int, ...] = ()  # classes of which label maps have the largest component alone
@@ -230,7 +230,7 @@ class Network:
 
     classes: tuple[str, ...]
     channels: tuple[str, ...]
-    segmenter: Segmenter = field(repr=False)  # with all layers
+    segmenter: Segmenter = field(repr=False)  # Segmenter with all layers.
 
     @cached_property
     def module(self) -> Any:

@@ -151,7 +151,7 @@ class Origins:
     def __init__(self, path: Path, network: Entry, checkpoint: Path) -> None:
         self.path = path
         self._network = {**network, "checkpoint": str(checkpoint)}
-        self._entries = dict[str, Entry]()  # by the label map's name
+        self._entries = dict[str, Entry]()  # Entries by the label map's name.
         for line in read_lines(self.path) if path.parent.is_dir() else ():
             with suppress(ValueError, RecursionError):  # a line that was cut short
                 entry = json.loads(line)

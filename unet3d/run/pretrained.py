@@ -20,16 +20,16 @@ from unet3d.run.checkpoint import TrainedNetworks, fitting, load_checkpoint, net
 from unet3d.training import optim
 
 NAMES_SHOWN = 6  # New tensors on a line; init.json has them all.
-HeadRows = dict[str, dict[int, Tensor]]  # by a head's name and a class's number, the weights of that class
-ClassSources = dict[int, list[int]]  # by a class's number, the checkpoint's classes whose mean it begins with
+HeadRows = dict[str, dict[int, Tensor]]  # Weights of one class by a head's name and the class's number.
+ClassSources = dict[int, list[int]]  # A class begins with the mean of these classes of the checkpoint.
 
 
 class PretrainedWeights(NamedTuple):
-    """The tensors that a network takes from a checkpoint; `config` names the parameters that `optim.init_lr` is for."""
+    """The tensors that a network gets from a checkpoint; `config` names the parameters that `optim.init_lr` is for."""
 
     config: Config
     weights: dict[str, Tensor]
-    head_rows: HeadRows  # where the checkpoint has other classes
+    head_rows: HeadRows  # Rows of heads, where the checkpoint has other classes.
     new: list[str]  # the network's other tensors
 
     def load(self, model: nn.Module) -> None:

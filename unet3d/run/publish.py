@@ -229,10 +229,10 @@ def _sources(options: Data, dataset: DatasetInfo) -> dict[int, list[int]]:
 class Gain(NamedTuple):
     """What the largest component alone of a class does to the Dice of all out-of-fold cases."""
 
-    number: int  # of the class
+    number: int  # Number of the class.
     name: str
-    cases: int  # with a Dice
-    changed: int  # of which the Dice is another
+    cases: int  # Cases with a Dice.
+    changed: int  # Cases whose Dice changed.
     before: float | None  # mean Dice
     after: float | None
 

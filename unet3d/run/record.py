@@ -16,7 +16,7 @@ from unet3d.run.run_folder import KINDS, Values, as_number, finite, fits
 from unet3d.training.metrics import NETWORK, NOTE_KEY, mean_of
 
 LARGEST = {"STATUS": 2**20, "env.json": 2**16, "split.json": 2**24, "init.json": 2**22}  # bytes of a file
-MOST_PARTS = 20  # of split.json
+MOST_PARTS = 20  # Bound of split.json.
 RULE = {"kind": str, "low": int | float, "high": int | float, "mean": int | float, "std": int | float}
 OF_DATA = {"classes": [str], "channels": [str], "intensity": [RULE], "ignore": int}  # "data" of split.json
 OF_INIT = {"loaded": list, "by class": dict, "new": list}  # init.json
@@ -36,8 +36,9 @@ class RunRecord:
     scores: list[dict[str, Any]]  # rows of scores.csv: numbers of columns `metric/class`, else text; None for no number
     split: Mapping[str, list[str]]  # names of the cases by what they are for
     memory: Values
-    data: Values = field(default_factory=dict)  # of the data set: classes, channels, intensity rules, ignored label
-    start: Values = field(default_factory=dict)  # which tensors came from another network, and which are new
+    # Facts of the data set: classes, channels, intensity rules, ignored label.
+    data: Values = field(default_factory=dict)
+    start: Values = field(default_factory=dict)  # Tensors that came from another network, and new ones.
 
     @property
     def memory_kind(self) -> str:

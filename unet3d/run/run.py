@@ -90,7 +90,7 @@ class Run:
         self.is_done = step >= config.steps and ranks.on_rank0(lambda: run_folder.is_done(folder))
         self.meter = open_meter(learner.model, learner.optimizer)
         self.loggers = Loggers([])
-        if not self.is_done and ranks.RANK == 0:  # else its folder stays unchanged
+        if not self.is_done and ranks.RANK == 0:  # The folder of a finished run stays unchanged.
             self._start_folder(device)
         self.trainer = Trainer(
             learner,
@@ -106,7 +106,7 @@ class Run:
     def _learner(self, device: torch.device) -> Learner:
         """Build the network on the device, and what updates it."""
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # where page-locked memory and NCCL would else open a context on the first
+            torch.cuda.set_device(device)  # Page-locked memory and NCCL would open a context on the first GPU.
         config, model_config, technique = self.config, self.model_config, self.technique
         assert model_config.classes is not None
         loss = build.loss(config, model_config.classes, device, model_config.output_regions)
@@ -198,7 +198,7 @@ class Run:
         self._free_memory()  # outside of the except block
         try:
             lines.extend(remedies.oom_suggestions(self.config, self.model_config))  # keeps those before an error
-        except MemoryError:  # in the search
+        except MemoryError:  # The search may run out of memory.
             lines.append("there is no memory left to search for what would need less: see unet3d memory fit")
         raise OutOfMemory("\n".join(lines))
 
@@ -256,7 +256,7 @@ class Run:
             self._save()
 
     def _save(self) -> None:
-        """Save; where that is not possible, training goes on with a warning."""
+        """Save; where that is not possible, training continues with a warning."""
         self._try_write_measured_memory()
         try:
             self.checkpoints.save_last(self.trainer.step, self.trainer.last_validation)
@@ -329,7 +329,7 @@ class Run:
         """Write all that is known at the end, and return it; predictions are of the last weights, or their average."""
         self.write_measured_memory()
         memory = without_damaged(self.memory)
-        if "measured" in memory:  # by steps taken before the run was stopped, perhaps
+        if "measured" in memory:  # Steps before a stop may have been measured.
             peak = memory["measured"]["peak_bytes"]
             self.loggers.scalars({"memory/peak_allocated_bytes": peak}, self.trainer.step)
         model = self.trainer.learner.model
@@ -429,7 +429,7 @@ def _record_of(opened: Run) -> RunRecord | None:
     """
     if opened.is_done:
         print(f"nothing to do: step {opened.start_step} of {opened.config.steps} is done; to train longer, set steps=N")
-        if (opened.folder / "report.html").exists():  # else the run was killed as it wrote it
+        if (opened.folder / "report.html").exists():  # A run that was killed as it wrote the report left none.
             return None
     ranks.leave()
     if ranks.RANK:

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Any]  # a record of metrics.jsonl, or an entry of memory.json
 LARGEST_NUMBER = 2**53  # more bytes are not exact in a picture
-MOST_ITEMS = 500  # of a list or a text in memory.json
-MAX_MEMORY_BYTES = 2**23  # of the file
-PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")  # in env.json
+MOST_ITEMS = 500  # Bound of a list or a text in memory.json.
+MAX_MEMORY_BYTES = 2**23  # Bound of the file.
+# Versions that env.json holds.
+PACKAGES = ("unet3d", "torch", "monai", "hydra-core", "nibabel", "numpy", "scipy", "wandb")
 SOURCE = Path(__file__).resolve().parents[2]  # The checkout of a package that is not installed.
 MAX_HEAD_BYTES = 2**12  # No file of git that names a commit is larger.
 KINDS = ("measured", "predicted")  # entries of memory.json; a measured one is preferred
 DEEPEST = 10  # levels of nested JSON
-MOST_PHASES = 20  # of a step
+MOST_PHASES = 20  # Bound of a step.
 # The shape of memory.json, as `fits` reads it.
 BYTES = dict.fromkeys(NAMES, int)
 PEAKS = {"first": int, "steady": int}
@@ -55,7 +56,7 @@ STEP: dict[str, Any] = {
     "rank_peak_bytes?": [int],
     "state?": dict.fromkeys(("params", "grads", "optimizer"), int),
 }
-HALVED = {"halved_peak_bytes?": int | None, "override?": str | None}  # where half the width was tried
+HALVED = {"halved_peak_bytes?": int | None, "override?": str | None}  # Present where half the width was tried.
 ADVICE = {"level": int | str | None, "bytes": int, "mostly": str, "mostly_bytes?": int, **HALVED}
 # A run's file also has "segments" and "measured_segments", which are compared with each other and shown nowhere: what
 # `preflight` lists of the step that was predicted, and the same of the step that was measured.

@@ -60,7 +60,7 @@ class CheckpointManager:
 
     folder: Path
     config: Config
-    model_config: Model  # with nothing left open
+    model_config: Model  # Model config with nothing left open.
     fingerprint: DatasetFingerprint
     learner: Learner
     seen: Seen | None = None  # what the training cases are like
@@ -104,7 +104,7 @@ class CheckpointManager:
         if step > self.config.steps:
             raise UserError(f"steps={self.config.steps}: the run is at step {step} already; give as many or more")
         if step == self.config.steps != state["config"]["steps"]:
-            # The last validation measures more than the one at this step did: it is made again.
+            # The last validation measures more than the one at this step did: it is computed again.
             state["last_validation"] = step - 1
         checkpoint.refuse_misfit(model, state["model"], path)
         model.load_state_dict(state["model"])
@@ -137,7 +137,7 @@ class CheckpointManager:
             "step": all(type(count) is int and 0 <= count <= step for count in counts),
             "best": best is None or (isinstance(best, float) and 0 <= best <= 1),
             "rng": all(_is_like(on_cpu, torch.get_rng_state()) for on_cpu, _ in random_states),
-            "cuda_rng": device.type != "cuda"  # else it is not used
+            "cuda_rng": device.type != "cuda"  # On the CPU it is not used.
             or all(_is_like(on_gpu, torch.cuda.get_rng_state(device)) for on_gpu in on_gpus),
             "scaler": state["scaler"].keys() == self.learner.scaler.state_dict().keys()
             and 0 < state["scaler"].get("scale", 1) < math.inf,
@@ -256,7 +256,7 @@ def _is_like(value: Any, expected: Tensor) -> bool:
     if not checkpoint.is_plain(value) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
         return False
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
-    is_dense = value.permute(order).is_contiguous()  # else an index may share its number with another
+    is_dense = value.permute(order).is_contiguous()  # In a value with gaps an index may share its number with another.
     return is_dense and checkpoint.is_finite(value)
 
 

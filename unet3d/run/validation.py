@@ -111,7 +111,7 @@ class Validator:
     segmenter: Segmenter
     loggers: Loggers
     stop: Stop
-    first_case: ArgmaxCollector | None = field(default=None, init=False)  # of the validation that runs
+    first_case: ArgmaxCollector | None = field(default=None, init=False)  # First case of the validation that runs.
 
     def scores(self, step: int) -> list[CaseScore]:
         """Return the scores of all held-out cases after a step. Raises OutOfMemory, Preempted."""
@@ -176,7 +176,7 @@ class Validator:
     def complete(self) -> None:
         """Add label maps and pictures that are missing, as after a kill or on a full disk. Raises NotSaved, UserError.
 
-        Where files have grids of their own, put the scores on these first in scores.csv.
+        Where files have other grids, put the scores on these first in scores.csv.
         """
         missing = [case for case in self.data.val if not self._path(case).exists()]
         for case in progress.track(missing, "predicting cases", len(missing)) if missing else ():

@@ -39,17 +39,17 @@ OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as a
 COLLECTIONS = (list, tuple, set, frozenset, deque)
 VALUES = (int, float, str, bytes)  # compared by value, others by identity
 PASSES = 2  # The first passes of a network are compared.
-NUMBERS = 256  # At most so many of a result are compared.
+NUMBERS = 256  # At most 256 numbers of a result are compared.
 # How far they may differ: relative to their norm, root mean square. Kernels of a GPU need not give equal bits.
 TOLERANCE = {"cpu": (1e-6, 0.0)}
 TOLERANCE_ELSEWHERE = (2e-2, 1e-3)
-MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default  # by torch.tensor; it counts as a view
+MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default  # torch.tensor calls it; it counts as a view.
 Numbers = npt.NDArray[np.float64]
 
 _passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-FINGERPRINTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # by type; they change as the value changes within
+FINGERPRINTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # A type's fingerprint changes with the value.
     (Tensor, lambda tensor: None if tensor.is_inference() else tensor._version),  # writes, where torch counts them
     (np.ndarray, lambda array: zlib.crc32(array.tobytes())),
     (bytearray, bytes),
@@ -69,7 +69,7 @@ def checkpointed(model: nn.Module, image: Tensor, segment_starts: Sequence[int])
     is_plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values(), *model._backward_hooks.values()]
     if not is_plain or "forward" in vars(model) or not all(map(only_watches, hooks)):
-        fault = "has a forward or hooks of its own, or is no nn.Sequential"
+        fault = "has its own forward or hooks, or is no nn.Sequential"
         raise UserError(f"ckpt: the network {type(model).__name__} {fault}; put them into a stage, or set ckpt=0")
     assert isinstance(model, nn.Sequential)
     assert segment_starts[0] == 0 and sorted({*segment_starts}) == [*segment_starts]
@@ -108,7 +108,7 @@ class Segment:
     def __init__(self, stages: Sequence[nn.Module], compares: bool) -> None:
         self.stages = stages
         self.compares = compares
-        self.first_calls: list[tuple[StageState, Comparison | None]] = []  # of the stages
+        self.first_calls: list[tuple[StageState, Comparison | None]] = []  # States of the stages at their first calls.
         self.random_numbers: tuple[Any, Any] | None = None  # before the first call
 
     def __call__(self, state: Any) -> Any:
@@ -266,12 +266,12 @@ class Comparison(Observer, TorchDispatchMode):
             noted.append(numbers)
             return
         relative, absolute = TOLERANCE.get(result.device.type, TOLERANCE_ELSEWHERE)
-        absolute *= len(numbers) ** 0.5  # from a root mean square to a norm
+        absolute *= len(numbers) ** 0.5  # The norm follows from the root mean square.
         for _ in range(len(noted)):
             candidate = noted[0]
             difference = np.linalg.norm(numbers - candidate)
             allowed = relative * np.linalg.norm(candidate) + absolute
-            noted.rotate(-1)  # to what followed in the first call, which is likely to be next
+            noted.rotate(-1)  # What followed in the first call is likely to be next.
             if not difference > allowed:  # NaN is equal
                 return
         fault = f"backward computes other values again ({func.overloadpacket.__name__}) than forward did"
@@ -280,7 +280,7 @@ class Comparison(Observer, TorchDispatchMode):
 
 
 def _has_values(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operation gives values of its own.
+    """Return whether an operation gives new values.
 
     It does not as a view, as memory that is yet to be written to, and as a cast of a weight, which autocast may make
     once for several calls.
@@ -305,4 +305,4 @@ def _numbers(tensor: Tensor) -> Numbers | None:
         step = max(1, size // NUMBERS) | 1  # odd, or all may be of a few channels or columns
         count = math.ceil(size / step)
         sample = tensor.detach().as_strided((count,), (step,)).cpu()
-        return sample.double().numpy().copy()  # in memory of NumPy: torch's allocator is measured
+        return sample.double().numpy().copy()  # NumPy's memory: torch's allocator is measured.

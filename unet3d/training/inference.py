@@ -5,7 +5,7 @@ the border (the paper's overlap-tile strategy) and begin on multiples of the net
 is computed as it would be in one piece, unless a normalisation takes its statistics from the window.
 
 Memory holds a strip of windows and what later strips share with it, never a map of the volume for each class. On a GPU
-these sums are in its memory where they fit beside a forward pass, else in the host's.
+these sums are in its memory where they fit besides a forward pass, else in the host's.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from unet3d.model import geometry
 from unet3d.training.policy import MemoryPolicy, refuse_odd_logits
 
 Axes = tuple[int, int, int]  # slabs follow one another along the first, strips of a slab along the second
-Corners = Sequence[Sequence[int]]  # where windows begin along each axis, voxels
+Corners = Sequence[Sequence[int]]  # Where windows begin along each axis, voxels.
 FLOAT32 = 4  # bytes
 MARGIN = 8  # 1/8 of a GPU's memory stays free: gaps are not predicted, workspaces of convolutions estimated
 
@@ -37,7 +37,7 @@ class HostMemory:
     """Host memory for results of a device, one after another: the next takes the place of the last."""
 
     is_pinned: bool  # pages are locked, so that a GPU writes into them at full speed
-    numbers: int = 0  # The first result takes memory for so many: torch keeps the pages of smaller buffers.
+    numbers: int = 0  # The first result takes memory for this number: torch keeps the pages of smaller buffers.
     buffer: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def take(self, result: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def _probabilities_inside(strip: ProbabilityBlock, has_regions: bool) -> Probabi
 
     Of regions, the strip has probabilities already, but for the rounding of means.
     """
-    inside = []  # in the strip
+    inside = []  # Parts within the strip.
     for start, size in zip(strip.corner, strip.sizes, strict=True):
         inside.append(slice(max(0, -start), max(0, size - start)))
     part = strip.probabilities[(slice(None), *inside)]
@@ -227,7 +227,7 @@ def aligned_corners(
         last = math.ceil(max(0, size - length) / stride)  # corner, in strides
         largest_gap = length // stride
         gaps = math.ceil(last / largest_gap)
-        starts = [i * last // max(1, gaps) for i in range(gaps + 1)]  # in strides
+        starts = [i * last // max(1, gaps) for i in range(gaps + 1)]  # Starts in strides.
         corners.append([start * stride for start in starts])
     return corners
 
@@ -269,7 +269,7 @@ def pad(
     """
     borders = [length - out for length, out in zip(window, out_window, strict=True)]
     has_border = any(border > 1 for border in borders)
-    widths = [(0, 0)]  # of the channels
+    widths = [(0, 0)]  # Channels are not padded.
     offset = []
     for axis, starts in enumerate(corners):
         size = image.shape[1 + axis]
@@ -333,15 +333,15 @@ def window_means(
     """
     slab_starts, strip_starts, window_starts = (corners[axis] for axis in axes)
     deep, wide, long = (weight.shape[axis] for axis in axes)
-    in_scan_order = [0, *(axis + 1 for axis in axes)]  # of maps K X Y Z
+    in_scan_order = [0, *(axis + 1 for axis in axes)]  # Axes of maps K X Y Z.
     in_volume_order = [0, *(axis + 1 for axis in _in_volume_order((0, 1, 2), axes))]
     sizes = [_in_volume_order(size, axes) for size in sum_sizes(corners, weight.shape, axes)]
     strip = torch.empty(0)  # K maps of sums, and their weights
-    carried = torch.empty(0)  # to the next slab, of the same maps
+    carried = torch.empty(0)  # What the next slab takes over of the same maps.
     for slab, row in itertools.product(_steps(slab_starts, deep), _steps(strip_starts, wide)):
         for start in window_starts:
             window = next(logits).permute(in_scan_order)
-            if not len(strip):  # in memory, their axes lie as the volume's do
+            if not len(strip):  # The axes in memory lie as the volume's do.
                 maps = [torch.empty(len(window) + 1, *size, device=window.device) for size in sizes]
                 strip, carried = (sums.permute(in_scan_order) for sums in maps)
                 weight = weight.to(window.device).permute(axes)
@@ -365,8 +365,8 @@ class _Step(NamedTuple):
     """A window's place along one axis, in voxels."""
 
     start: int
-    next_start: int  # of the next window; after the last, the end
-    shared: int  # with the window before
+    next_start: int  # Where the next window begins; the end for the last.
+    shared: int  # Planes that it shares with the window before.
 
 
 def _steps(starts: Sequence[int], length: int) -> list[_Step]:

@@ -5,7 +5,7 @@ and gradient are taken over the whole batch. A function of your own gets this ra
 averaged. Voxels labelled IGNORE add nothing to value and gradient; a batch of only such voxels gives 0 and zero
 gradients.
 
-No loss here makes a map of all classes beside the logits: with many classes, that map would be the peak of memory. So
+No loss here makes a map of all classes besides the logits: with many classes, that map would be the peak of memory. So
 `InChunks` takes a few rows at a time, and writes the gradient over the logits where nothing else needs them.
 """
 
@@ -31,7 +31,7 @@ from unet3d.training.policy import refuse_odd_logits
 CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
 VOXELS = (2, 3, 4)  # dimensions of N K D H W
-CHUNKS = 16  # A map on the CPU has at most so many.
+CHUNKS = 16  # At most 16 in a map on the CPU.
 SMALL = 2**12  # numbers of logits; with less in a chunk on the CPU, most of the time goes to calls
 LEAST = 1e-38  # Logarithms are taken of no smaller probability: a softmax in float32 may give 0.
 MOST = 1 - 2**-25  # No region is likelier: a sigmoid in float32 gives 1 for all that is nearer to 1.
@@ -83,7 +83,7 @@ class SegmentationLoss:
 
     function: LossTerm
     options: LossOptions = LossOptions()
-    path: str | None = None  # of the function, if it is the user's own
+    path: str | None = None  # Where the user's own function lies.
     network: tuple[str, int] | None = None  # path and number of classes of a network of the user's own
 
     def __call__(self, logits: Any, label: Tensor) -> Tensor:

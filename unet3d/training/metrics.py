@@ -28,8 +28,8 @@ class CaseScore(NamedTuple):
     dice: tuple[float | None, ...]
     iou: tuple[float | None, ...]
     hd95_mm: tuple[float | None, ...] = ()  # () where not asked for
-    loss: float | None = None  # of its class probabilities
-    is_absent: tuple[bool, ...] = ()  # from the truth
+    loss: float | None = None  # Loss of the case's class probabilities.
+    is_absent: tuple[bool, ...] = ()  # Classes that the truth lacks.
 
 
 def score_case(
@@ -80,7 +80,8 @@ def _confusion(case: str, prediction: Labels, truth: Labels, classes: int, ignor
             is_labelled = true != ignore
             true = true[is_labelled]
             predicted = predicted[is_labelled]
-        for name, labels in (("truth", true), ("prediction", predicted)):  # else a hit or miss of another class
+        # A label outside would count as a hit or miss of another class.
+        for name, labels in (("truth", true), ("prediction", predicted)):
             if labels.size and (labels.min() < 0 or labels.max() >= classes):
                 raise ValueError(f"case {case}: {name} has labels outside 0 to {classes - 1}")
         pairs = true.astype(np.intp).ravel() * classes + predicted.ravel()

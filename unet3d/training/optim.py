@@ -29,7 +29,7 @@ def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
     require no gradient from here on, and the optimizer has no state for them.
     It updates all parameters at once on CUDA, one by one on the CPU, as torch chooses; with `fused` in one kernel,
     which keeps Adam's counts of steps on the device. The fp16 scaler skips an update that overflows before that kernel,
-    and not within: else the running average would go on.
+    and not within: else the running average would change.
     """
     beta1, beta2 = options.betas
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -51,7 +51,7 @@ def optimizer(options: Optim, network: nn.Module) -> torch.optim.Optimizer:
 
 
 def _groups(options: Optim, network: nn.Module) -> list[Any]:
-    """Return the parameters to learn, or groups of them with a rate of their own."""
+    """Return the parameters to learn, or groups of them with their own rate."""
     if options.init_lr == 1 or not options.init_names:
         return list(network.parameters())
     named = list(network.named_parameters())

@@ -29,7 +29,7 @@ class MemoryPolicy:
     """
 
     device_type: str = "cpu"
-    dtype: torch.dtype | None = None  # of mixed precision; None: float32
+    dtype: torch.dtype | None = None  # Type of mixed precision; None: float32.
     technique: Technique = PLAIN
     channels_last: bool = False  # weights and maps in torch.channels_last_3d
 

@@ -15,9 +15,9 @@ from unet3d.base.types import Batch
 from unet3d.training.policy import MemoryPolicy
 
 PHASES = ("data", "forward", "loss", "backward", "step")
-LOWEST_SCALE = 1.0  # of fp16 losses; gradients that overflow below it overflow at any scale
+LOWEST_SCALE = 1.0  # Gradients of fp16 that overflow below this scale overflow at any.
 Mark = Callable[[str], None]  # called with each phase's name as it begins, and with "end"
-LossFunction = Callable[[Any, Tensor], Tensor]  # of the model's output and the label map N D H W
+LossFunction = Callable[[Any, Tensor], Tensor]  # Arguments: the model's output, the label map N D H W.
 
 
 class StepResult(NamedTuple):
@@ -25,7 +25,7 @@ class StepResult(NamedTuple):
 
     loss: float  # mean over the micro-batches
     grad_norm: float  # before clipping
-    scale: float = 1.0  # by which fp16 losses were multiplied
+    scale: float = 1.0  # Factor of fp16 losses.
 
 
 def ignore_mark(phase: str) -> None:
@@ -92,7 +92,7 @@ def _read(losses: Sequence[Tensor], norm: Tensor, scaler: GradScaler) -> StepRes
     numbers = [norm, *losses]
     if scaler.is_enabled():
         numbers.append(scaler.scale(torch.ones_like(norm)))
-    exact = torch.promote_types(norm.dtype, losses[0].dtype)  # of half-precision weights, the norm is half precision
+    exact = torch.promote_types(norm.dtype, losses[0].dtype)  # The norm of half-precision weights is half precision.
     together = torch.stack([number.to(exact) for number in numbers])
     if together.is_cuda and ranks.count() > 1:
         done = torch.cuda.Event()

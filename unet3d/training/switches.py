@@ -16,8 +16,8 @@ from unet3d.config.schema import Cuda
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACES = ":4096:8"  # cuBLAS repeats its results with these.
-REFUSAL = "does not have a deterministic implementation"  # in torch's error, after the operation
-REFUSAL_OF_CUBLAS = "because it uses CuBLAS"  # in the error where cuBLAS was in use before CUBLAS was set
+REFUSAL = "does not have a deterministic implementation"  # torch's error has it after the operation.
+REFUSAL_OF_CUBLAS = "because it uses CuBLAS"  # torch's error where cuBLAS was in use before CUBLAS was set.
 # Versions that are wrong in bf16, by pytorch's issue, as cuDNN writes them: 91002 for 9.10.2, which torch 2.10 comes
 # with for CUDA 12; for CUDA 13 it is 9.15.1. Another cuDNN may be found first.
 BAD_CUDNN = range(90800, 91500)

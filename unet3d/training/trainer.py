@@ -31,7 +31,7 @@ class Trainer:
     """The training loop of a learner, and the step it is at."""
 
     learner: Learner
-    learning_rate: Callable[[int], float]  # of an optimizer step, counted from 0
+    learning_rate: Callable[[int], float]  # Maps an optimizer step, counted from 0, to its rate.
     clip: float | None
     mark: Mark
     log: Callable[[Mapping[str, float | int | str | None], int], None]
@@ -69,7 +69,7 @@ class Trainer:
             rate = self.learning_rate(self.step)
             optim.set_rate(self.learner.optimizer, rate)
             result = train_step(*self.learner, batches, self.mark, self.clip)
-            del batches  # they would be in memory beside the next ones
+            del batches  # they would be in memory next to the next ones
             self.step += 1
             self._log(result, rate, time.perf_counter() - started, data_wait)
             if not must_validate():

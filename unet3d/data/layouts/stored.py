@@ -123,7 +123,7 @@ class DatasetJson:
 
 
 def _as_json(fields: Mapping[Any, Any]) -> str:
-    """Return an object for a message, as it is to be written, shortened."""
+    """Return an object for a message, the way it has to be written, shortened."""
     return shown_names([json.dumps(fields, ensure_ascii=False)], MAX_SHOWN)
 
 
@@ -264,7 +264,7 @@ def folders(root: Path, data: Data) -> DatasetInfo:
     names = dict[int, str]()
     if regions is not None:
         names = {0: "background"} | regions.label_names()
-    elif data.classes is not None and data.label_map is None:  # else they are of the new labels
+    elif data.classes is not None and data.label_map is None:  # With a label map, the names are those of new labels.
         names = dict(enumerate(data.classes))
     where = "data.classes" if regions is None else "data.regions"
     dataset = DatasetInfo(root.name, tuple(f"channel_{channel}" for channel in range(count)), cases, data.ignore)
@@ -275,12 +275,13 @@ def _images_by_case(images: Path, maps: Mapping[str, Path]) -> dict[str, list[Pa
     """Return the images of a folder by case, whose label maps have these names. Raises UserError where one has none."""
     stems = nifti.by_stem(nifti.volumes_in(images))
     counts = Counter(map(nifti.without_channel, maps))
-    alone = [name for name in maps if counts[nifti.without_channel(name)] == 1]  # else cases are numbered so
+    # Where several maps share a stem, the number is a case's.
+    alone = [name for name in maps if counts[nifti.without_channel(name)] == 1]
     of_several = {name: maps[name] for name in alone if f"{nifti.without_channel(name)}_0001" in stems}
     _refuse_channel_names(of_several, stems)
     grouped = dict[str, list[Path]]()
     for name, path in stems.items():
-        # scan_2019 ends like a channel; it is one only beside scan_0000, and if no label map is called scan_2019.
+        # scan_2019 ends like a channel; it is one only next to scan_0000, and if no label map is called scan_2019.
         case_id = nifti.without_channel(name)
         first = f"{case_id}_0000"
         is_channel = first in stems and first not in maps and name not in maps

@@ -20,7 +20,7 @@ from unet3d.recomputing.state import State
 
 TRACKING = ("batch_norm", "instance_norm")  # their fourth and fifth arguments are running statistics, or None
 Span = tuple[int, int]  # rows from the first to before the second
-Gradients = Sequence[Tensor | None]  # of each input, None where there is none
+Gradients = Sequence[Tensor | None]  # One for each input, None where there is none.
 
 
 class Work(NamedTuple):
@@ -44,9 +44,9 @@ class Rule:
     """How an operation runs on rows."""
 
     reads = "inputs"  # what its gradient is computed from: "inputs", "result" or "", nothing
-    takes_statistics = False  # of its input, which is a map: a normalisation
+    takes_statistics = False  # True for a normalisation: its input is a map with statistics.
     reads_maps = False  # its inputs have to be whole
-    is_never_grouped = False  # with operations that have no rule
+    is_never_grouped = False  # True keeps it out of groups with operations that have no rule.
     splits_gradient = False  # the gradients of its inputs are parts of that of its result
 
     def serves(self, value: Value, axis: int) -> bool:
@@ -191,7 +191,7 @@ def pad_along(x: Tensor, dimension: int, before: int, behind: int) -> Tensor:
     return F.pad(x, [*of_later, before, behind])
 
 
-RULES: dict[str, Rule] = {}  # by operation; each module of this folder adds its own
+RULES: dict[str, Rule] = {}  # Rules by operation; each module of this folder adds its own.
 
 
 def rule(*operations: str) -> Callable[[type[Rule]], type[Rule]]:

@@ -66,14 +66,14 @@ def three(numbers: int | Sequence[int]) -> Three:
 
 
 FEWEST_CHANNELS = 4  # Of fewer channels of the input, torch's own kernel is not slower.
-HALF_PRECISION = 2  # Numbers of so many bytes go to oneDNN, whatever the size.
+HALF_PRECISION = 2  # Numbers of two bytes go to oneDNN, whatever the size.
 
 
 class Halves(NamedTuple):
     """How rows of a convolution's result, and of the input that they are made from, are cut into two images."""
 
     axis: int
-    rows: int  # of the result
+    rows: int  # Rows of the result.
     half: int  # rows of an image's result
     surplus: int  # rows too many, of an odd number: the second image's last
     stride: int
@@ -112,8 +112,8 @@ class Halves(NamedTuple):
 class TileInput(NamedTuple):
     """What the kernels are given for a tile, and where its rows lie in their result."""
 
-    rows: Tensor  # with zeros for those outside of the map
-    padding: Sequence[int]  # that is left to do
+    rows: Tensor  # Rows outside of the map are zeros.
+    padding: Sequence[int]  # Padding that is left to do.
     output_padding: Sequence[int] = (0, 0, 0)
     before: int = 0  # rows of the result that come before the tile's
     behind: int = 0

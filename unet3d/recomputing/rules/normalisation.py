@@ -22,7 +22,7 @@ from unet3d.recomputing.rules import Gradients, Work, rule
 from unet3d.recomputing.rules.pointwise import Pointwise, multiplied
 from unet3d.recomputing.state import State
 
-LARGE = 2**24  # From so many numbers on a kernel of few blocks takes longer than one more launch.
+LARGE = 2**24  # Above this, a kernel of few blocks takes longer than one more launch.
 BLOCKS = 1024  # So many keep all multiprocessors of a GPU at work.
 
 
@@ -90,7 +90,7 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def _is_large(x: Tensor, state: State) -> bool:
-    """Return whether rows lie on a GPU and are so many that a kernel of few blocks takes longer than a launch."""
+    """Return whether rows lie on a GPU and are enough that a kernel of few blocks takes longer than a launch."""
     return not state.on_cpu and x.numel() >= LARGE
 
 
@@ -117,7 +117,7 @@ def constant(number: int, like: Tensor, state: State) -> Tensor:
 
 
 def _as_one_image(x: Tensor, channels: int) -> Tensor:
-    """Return N C D H W as one image of so many channels, of all images or their pieces."""
+    """Return N C D H W as one image of this number of channels, of all images or their pieces."""
     size = x.shape[2:] if channels == len(x) * x.shape[1] else (-1,)
     return x.reshape(1, channels, *size)
 
@@ -150,7 +150,7 @@ class Affine:
     mean: Tensor
     scale: Tensor
     shift: Tensor | None  # None: 0
-    repeated: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # by name, images and pieces
+    repeated: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # Keys: name, images and pieces.
 
     def apply(self, x: Tensor, state: State) -> Tensor:
         """Return the function of N C D H W, contiguous: computed in the type of statistics, rounded to that of x."""
@@ -282,7 +282,7 @@ class Norm(NamedTuple):
     state: State
     mean: Tensor  # N or 1, C or groups
     inverse_std: Tensor
-    voxels: int  # of each statistic; 0: they are constants, of evaluation
+    voxels: int  # Voxels in each statistic; 0 for evaluation, whose statistics are constants.
     weight: Weight | None
     bias: Weight | None
 

@@ -34,7 +34,7 @@ class Pointwise(Rule):
 class OverDimensions(Pointwise):
     """An operation over any dimensions but the rows': softmax over channels, a mean that stays a map."""
 
-    position = 1  # of the argument that names the dimensions
+    position = 1  # Position of the argument that names the dimensions.
     default: int | None = None
     keepdim: int | None = None  # position of the argument that must be true
 

@@ -89,7 +89,7 @@ class Interpolation(Rule):
     def rows(self, value: Value, axis: int, span: Span) -> list[Span]:
         length = value.inputs[0].shape[axis]
         factor = value.shape[axis] // length
-        margin = 0 if value.op == "upsample_nearest3d" else 1  # A row reads so many rows on each side.
+        margin = 0 if value.op == "upsample_nearest3d" else 1  # Rows that a row reads on each side.
         first, end = span
         return [(max(first // factor - margin, 0), min(math.ceil(end / factor) + margin, length))]
 
@@ -144,7 +144,7 @@ BY_ROWS = " by rows"  # the end of the first step's operation
 OVER_ROWS = " over rows"  # the same of the second, where its result has five dimensions, too
 LEAST = 4  # numbers of a map to those of its rows' results, or nothing is saved
 MEAN = torch.ops.aten.mean.dim
-PLACE = {"mean": 1, "sum": 1, "linalg_vector_norm": 2}  # of the argument that names the dimensions
+PLACE = {"mean": 1, "sum": 1, "linalg_vector_norm": 2}  # Position of the argument that names the dimensions.
 VIEWS = ("flatten", "reshape", "view")
 
 
