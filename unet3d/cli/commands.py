@@ -58,7 +58,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def tables_of_options(node: Any, prefix: str = "") -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield each group of options, with a row an option: name, type, allowed values, default in `node`, meaning."""
+    """Yield each group of options, with a row an option: name, values that it takes, default in `node`, meaning."""
     rows = []
     groups = {}
     for item in fields(node):
@@ -70,8 +70,8 @@ def tables_of_options(node: Any, prefix: str = "") -> Iterator[tuple[str, list[l
         facts = FACTS[name]
         kind = facts["kind"] or facts["type"].replace(" | None", " or null")
         length = f"{facts['size']} items" if facts["size"] else ""
-        allowed = ", ".join(filter(None, [*facts["among"], rules.bounds(facts), length]))
-        rows.append([name, kind, allowed, plain(value), facts["about"]])
+        values = ", ".join(filter(None, [*(facts["among"] or [kind]), rules.bounds(facts), length]))
+        rows.append([name, values, plain(value), facts["about"]])
     yield f"{prefix.rstrip('.') or 'run'}: {type(node).__doc__}", rows
     for name, group in groups.items():
         yield from tables_of_options(group, f"{name}.")
@@ -82,8 +82,7 @@ def help_text() -> str:
     lines = [USAGE]
     for title, rows in tables_of_options(compose.compose([])):
         lines += ["", title]
-        for name, kind, allowed, default, meaning in rows:
-            values = f"{kind}; {allowed}" if allowed else kind
+        for name, values, default, meaning in rows:
             lines += [f"  {name}={default}  ({values})", f"      {meaning}"]
     return "\n".join(lines)
 
@@ -92,7 +91,7 @@ def print_options(_: argparse.Namespace) -> None:
     """Print every option as Markdown, the content of docs/options.md: a table a group."""
     print(TITLE)
     for title, rows in tables_of_options(compose.compose([])):
-        print(f"\n## {title}\n\n| option | type | allowed | default | meaning |\n|---|---|---|---|---|")
+        print(f"\n## {title}\n\n| option | values | default | meaning |\n|---|---|---|---|")
         for row in rows:
             print(f"| {' | '.join(row)} |")
 
