@@ -64,7 +64,7 @@ def test_help_shows_every_option_with_type_range_default_and_meaning() -> None:
     heads = {line.split("=")[0].strip(): line for line in text.splitlines() if re.match(r" +[\w.]+=", line)}
     for name, parts in {
         "steps": ("steps=150", "int", ">= 1"),  # the default is what a plain run does
-        "model.norm": ("=instance", "str", "instance, batch, batch_current, group, none"),
+        "model.norm": ("=instance", "instance, batch, batch_current, group, none"),
         "data.patch": ("=[64,64,32]", "list[int]", ">= 1", "<= 2048", "3"),
     }.items():
         assert all(part in heads[name] for part in parts), heads[name]
