@@ -1,26 +1,23 @@
 """A whole checkpoint outlives kills at any moment, a full disk and places that cannot be written to."""
 
 import errno
-import functools
 import itertools
 import os
-import random
 import re
 import resource
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
 from guards import Guard, are_out, no, nothing, without
 from promises import promise
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from training import SERVER, TINY, fill, forked, records, same, status, train
+from training import TINY, fill, forked, records, same, status, train
 
 from unet3d.base.errors import NotSaved, UserError
 from unet3d.cli.lifecycle import hold_folder
@@ -29,7 +26,7 @@ from unet3d.report import memory_plots
 from unet3d.run import checkpoint
 
 LAST, PREVIOUS = CHECKPOINTS[:2]
-FULL = Path("/dev/full")
+ENDLESS = resource.RLIM_INFINITY
 
 
 def save(folder: Path, step: int) -> None:
@@ -37,42 +34,9 @@ def save(folder: Path, step: int) -> None:
     checkpoint.save_checkpoint(folder / LAST, {"step": step, "w": weights}, folder / PREVIOUS)
 
 
-def save_on_and_on(folder: Path, seed: int, saved: Connection) -> None:
-    """Until a timer ends the process, at any moment of one of the next saves: its signal's default is a kill."""
-    started = time.perf_counter()
-    save(folder, 1)
-    signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0, 9) * (time.perf_counter() - started))
-    for step in itertools.count(2):
-        save(folder, step)
-        saved.send(step)
-
-
-def check_whole(folder: Path, least: int) -> None:
+def check_whole(folder: Path, step: int) -> None:
     found, _ = checkpoint.load_any(folder, CHECKPOINTS)
-    assert found["step"] >= least and (found["w"] == found["step"]).all()
-
-
-@promise(
-    "Checkpoints",
-    "a kill at any moment of a save; a loss of power after it",
-    "a whole checkpoint is there: content and names reach the disk before old ones go",
-)
-@pytest.mark.parametrize("seed", range(8))
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(seed: int, tmp_path: Path) -> None:
-    here, there = SERVER.Pipe(duplex=False)
-    child = forked(save_on_and_on, tmp_path, seed, there)
-    child.start()
-    there.close()
-    child.join()
-    assert child.exitcode == -signal.SIGALRM
-    saved = 1
-    with suppress(EOFError):
-        while True:
-            saved = here.recv()
-    check_whole(tmp_path, saved)
-
-
-STATIONS = ["write", "fsync", "replace", "second replace", "fsync of the folder"]
+    assert found["step"] == step and (found["w"] == step).all()
 
 
 @contextmanager
@@ -82,32 +46,48 @@ def in_place(path: Path, previous: Path | None = None) -> Iterator[IO[bytes]]:
         yield file
 
 
-def save_and_die(folder: Path, station: str, guards_out: Sequence[Guard]) -> None:
-    """Within the second save, before what `station` names."""
+def write_and_die(state: object, file: IO[bytes]) -> None:
+    file.write(b"PK")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(folder: Path, name: str, at: int, guards_out: Sequence[Guard]) -> None:
+    """Within the second save, before this call of a function of `os`, or in torch's writing."""
     for guard in guards_out:
         guard.take_out(pytest.MonkeyPatch())
     save(folder, 1)
+    call, count = getattr(os, name, None), itertools.count(1)
 
-    def dying(call: object, at: int) -> object:
-        count = itertools.count(1)
-        return lambda *of: os.kill(os.getpid(), signal.SIGKILL) if next(count) == at else call(*of)  # type: ignore
+    def dying(*of: Any) -> Any:
+        return os.kill(os.getpid(), signal.SIGKILL) if next(count) == at else call(*of)
 
-    if station == "write":
-        torch.save = lambda state, file: (file.write(b"PK"), os.kill(os.getpid(), signal.SIGKILL))
-    name = "fsync" if "fsync" in station else "replace"
-    setattr(os, name, dying(getattr(os, name), 2 if station in STATIONS[3:] else 1))
+    if call is None:
+        torch.save = write_and_die
+    else:
+        setattr(os, name, dying)
     save(folder, 2)
 
 
-@promise("Checkpoints", "a kill at any ...")
-@without("unet3d.run.checkpoint.replacing", in_place, only="write")
-@pytest.mark.parametrize("station", STATIONS)
-def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(station: str, tmp_path: Path) -> None:
-    child = forked(save_and_die, tmp_path, station, are_out())
+@promise(
+    "Checkpoints",
+    "a kill at any moment of a save; a loss of power after it",
+    "a whole checkpoint is there: content and names reach the disk before old ones go",
+)
+@without("unet3d.run.checkpoint.replacing", in_place, only="writing")
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("writing", 1), ("fsync", 1), ("replace", 1), ("replace", 2), ("fsync", 2)],  # the last one of the folder
+)
+def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(name: str, at: int, tmp_path: Path) -> None:
+    child = forked(save_and_die, tmp_path, name, at, are_out())
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    check_whole(tmp_path, 1)
+    check_whole(tmp_path, 1 + (name == "fsync" and at == 2))
+
+
+def limit_files(size: int = ENDLESS) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, ENDLESS))
 
 
 @promise(
@@ -116,128 +96,45 @@ def test_a_kill_between_any_two_parts_of_a_save_leaves_a_whole_checkpoint(statio
     "one line with the room needed and left; the old checkpoint is whole, nothing is left over",
 )
 @without("unet3d.run.checkpoint.is_disk_full", no)
-def test_a_full_disk_keeps_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(NotSaved, match=r"No space left on device.* 400,000 .* [\d,]+ "):
-        save(tmp_path, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {LAST}
-    check_whole(tmp_path, 1)
-
-
-def no_space(_: int) -> None:
-    """What os.fsync does on a full disk."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-SIXTEENTHS = range(18)  # 17 of them hold a checkpoint with what torch puts around it
-
-
-def saved_on_a_full_disk(folder: Path) -> None:
-    """Save a second checkpoint where there may be no room: it is there whole, or the first is and an error says so."""
-    try:
-        save(folder, 2)
-    except NotSaved as error:
-        assert re.search(r"(No space left on device|File too large).* 400,000 ", str(error))
-        check_whole(folder, 1)
-        assert {path.name for path in folder.iterdir()} <= {LAST, "filler"}
-    else:
-        check_whole(folder, 2)
-        assert {path.name for path in folder.iterdir()} <= {LAST, PREVIOUS, "filler"}
-
-
-@promise("Disk and limits", "the disk is full ...")
-@pytest.mark.parametrize("sixteenths", SIXTEENTHS)
+@pytest.mark.parametrize("sixteenths", [0, 1, 8, 15, 16])
 def test_a_file_that_may_not_grow_costs_no_checkpoint(sixteenths: int, tmp_path: Path) -> None:
     """torch raises its own error over that of a write that fails part-way."""
     save(tmp_path, 1)
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (sixteenths * (tmp_path / LAST).stat().st_size // 16, hard))
+    limit_files(sixteenths * ((tmp_path / LAST).stat().st_size - 1) // 16)
     try:
-        saved_on_a_full_disk(tmp_path)
+        with pytest.raises(NotSaved, match=r"File too large.* 400,000 .* [\d,]+ "):
+            save(tmp_path, 2)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        limit_files()
+    check_whole(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [LAST]
 
 
-def at_updates(actions: dict[int, Callable[[], None]]) -> None:
+def at_updates(actions: dict[int, Callable[[], object]]) -> None:
     """Call these right after the optimizer's updates of these numbers."""
     count = itertools.count(1)
     register_optimizer_step_post_hook(lambda *_: actions.get(next(count), int)())
 
 
-def limit_files(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def small_files(after: int, until: int) -> None:
-    """No file of more than 64 KiB can be written, from step `after` until step `until`."""
-    at_updates({after: lambda: limit_files(2**16), until: lambda: limit_files(resource.RLIM_INFINITY)})
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("full")
-
-
-@promise("Disk and limits", "it is full during training", "training continues with a warning; no record is lost")
-@pytest.mark.slow
-def test_training_goes_on_while_the_disk_is_full(place: Path) -> None:
-    done = train(place / "a", *TINY, "steps=8", "hydra.run.dir=run", hook=functools.partial(small_files, 3, 8))
-    assert done.code == 0, done.err
-    warnings = done.err.splitlines()
-    assert len(warnings) == 2
-    for line in warnings:
-        assert "File too large" in line and "ulimit -f" in line and "/checkpoints/" in line
-        assert re.findall(r" (\d+)", line)[-1] == "2", "the step of the last checkpoint"
-    folder = place / "a" / "run"
-    assert checkpoint.load_checkpoint(folder / "checkpoints" / LAST)["step"] == 8
-    assert checkpoint.load_checkpoint(folder / "checkpoints" / PREVIOUS)["step"] == 2
-    assert [record["step"] for record in records(folder) if "train/loss" in record] == [*range(1, 9)]
-
-
+@promise("Disk and limits", "it is full during ...")
 @promise("Disk and limits", "it is full as ...")
-@pytest.mark.slow
-def test_a_disk_that_is_full_at_the_end_is_an_error(place: Path) -> None:
-    done = train(place / "b", *TINY, "hydra.run.dir=run", hook=functools.partial(small_files, 4, 9))
-    assert done.code == 2 and "Traceback" not in done.err
-    assert "File too large" in status(place / "b" / "run")
-    assert checkpoint.load_checkpoint(place / "b" / "run" / "checkpoints" / LAST)["step"] == 2
-    resumed = train(place / "b", "resume=run")
-    assert resumed.code == 0 and status(place / "b" / "run").startswith("done")
-
-
-@promise("Disk and limits", "the disk is full ...")
-@pytest.mark.parametrize("sixteenths", SIXTEENTHS)
-def test_a_disk_with_little_room_costs_no_checkpoint(sixteenths: int, small_disk: Path) -> None:
-    save(small_disk, 1)
-    fill(small_disk, sixteenths * (small_disk / LAST).stat().st_size // 16)
-    saved_on_a_full_disk(small_disk)
-
-
 @promise(
     "Disk and limits",
     "a disk with less room than a run needs",
     "it finishes, or exit 2; with room it resumes to the same bits (`tests/bench/full_disk.py` tries every size)",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("sixteenths", [27, 43])
-def test_a_run_on_a_small_disk_finishes_or_goes_on_once_there_is_room(
-    sixteenths: int, small_disk: Path, place: Path
-) -> None:
-    """`tests/bench/full_disk.py` tries every size. A run keeps three checkpoints."""
-    words = [*TINY, "data.root=../phantom"]
-    if not (place / "whole").exists():
-        assert train(place / "whole", *words, "hydra.run.dir=run").code == 0
-    run = small_disk / "run"
-    words += [f"hydra.run.dir={run}", "resume=auto"]
-    fill(small_disk, 2**17 + sixteenths * (place / "whole" / "run" / "checkpoints" / LAST).stat().st_size // 16)
-    done = train(place / "small", *words, wandb="offline" if sixteenths == 43 else "disabled")
-    assert done.code in (0, 2) and "Traceback" not in done.err, done.err
-    assert not [*small_disk.rglob("*.tmp")]
-    assert status(run).startswith("done" if done.code == 0 else "error: ")
-    (small_disk / "filler").unlink()
-    again = train(place / "small", *words)
-    assert again.code == 0 and same(run, place / "whole" / "run"), again.err
+def test_training_goes_on_while_no_checkpoint_can_be_saved_and_ends_in_an_error(tmp_path: Path) -> None:
+    """From step 3 on, no file of more than 64 KiB can be written."""
+    words, run = [*TINY, "steps=6", "data.root=phantom"], tmp_path / "run"
+    small_files = partial(at_updates, {3: partial(limit_files, 2**16)})
+    done = train(tmp_path, *words, "hydra.run.dir=run", hook=small_files)
+    assert done.code == 2 and "File too large" in status(run)
+    *warnings, _ = done.err.splitlines()
+    for line in warnings:
+        assert re.search(r"/checkpoints/.*File too large.*ulimit -f.* 2$", line), "the step of the last checkpoint"
+    assert train(tmp_path, "resume=run").code == train(tmp_path, *words, "hydra.run.dir=whole").code == 0
+    assert same(run, tmp_path / "whole") and status(run).startswith("done")
 
 
 def full_between(folder: Path, after: int, until: int) -> None:
@@ -245,39 +142,28 @@ def full_between(folder: Path, after: int, until: int) -> None:
     at_updates({after + 1: lambda: fill(folder), until: (folder / "filler").unlink})
 
 
-@promise("Disk and limits", "it is full during ...")
+@promise("Disk and limits", "it is full during training", "training continues with a warning; no record is lost")
 @pytest.mark.slow
-def test_a_disk_full_to_the_last_byte_costs_no_record(small_disk: Path, place: Path) -> None:
-    run = f"hydra.run.dir={small_disk / 'run'}"
-    steps = ["steps=40", "eval_every=20"]
-    done = train(place / "c", *TINY, *steps, run, hook=functools.partial(full_between, small_disk, 3, 39))
+def test_a_disk_full_to_the_last_byte_costs_no_record(small_disk: Path, tmp_path: Path) -> None:
+    words = (*TINY, "steps=40", "eval_every=20", f"hydra.run.dir={small_disk / 'run'}")
+    done = train(tmp_path / "run", *words, hook=partial(full_between, small_disk, 3, 39))
     assert done.code == 0, done.err
-    warnings = done.err.splitlines()
     for name in ("metrics.jsonl", LAST, "scores.csv"):  # the last two before the first validation, and after it
-        assert sum(f"/{name}: " in line for line in warnings) == 1, name
-    steps_found = [record["step"] for record in records(small_disk / "run") if "train/loss" in record]
-    assert steps_found == [*range(1, 41)]
-    assert checkpoint.load_checkpoint(small_disk / "run" / "checkpoints" / LAST)["step"] == 40
+        assert done.err.count(f"/{name}: ") == 1, done.err
+    steps = [record["step"] for record in records(small_disk / "run") if "train/loss" in record]
+    assert steps == [*range(1, 41)]
 
 
 def full_drawing() -> None:
-    memory_plots.phase_plot = lambda *_: FULL.write_bytes(b"a picture")
-
-
-@promise("Disk and limits", "it is full as ...")
-@pytest.mark.slow
-def test_a_disk_that_is_full_as_pictures_are_drawn_is_one_line(place: Path) -> None:
-    """What is missing then is made when the run is resumed."""
-    done = train(place / "d", *TINY, "steps=2", "eval_every=0", "hydra.run.dir=run", hook=full_drawing)
-    folder = place / "d" / "run"
-    assert done.code == 2 and done.err.count("\n") == 1
-    assert "No space left on device" in done.err and done.err.endswith(f"train.py resume={folder}\n")
-    assert train(place / "d", "resume=run").code == 0
-    assert status(folder).startswith("done") and len(list((folder / "predictions").iterdir())) == 1
+    memory_plots.phase_plot = lambda *_: Path("/dev/full").write_bytes(b"a picture")
 
 
 def full_beginning() -> None:
     """No file of a run can be written."""
+
+    def no_space(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     os.fsync = no_space
 
 
@@ -286,16 +172,26 @@ def full_beginning() -> None:
     "it is full as a run begins, as pictures or label maps are written, or at the end",
     "exit 2 with one line; resume makes what is missing",
 )
-@without("unet3d.base.errors.is_disk_full", no)
-def test_a_disk_that_is_full_as_a_run_begins_is_one_line(place: Path) -> None:
-    done = train(place / "e", *TINY, "hydra.run.dir=run", hook=full_beginning)
-    assert done.code == 2 and done.err.count("\n") == 1
-    assert f"{place / 'e' / 'run' / 'overrides.yaml'}: No space left on device" in done.err
-    assert "resume=" not in done.err
+@without("unet3d.base.errors.is_disk_full", no, only="begins")
+@pytest.mark.parametrize(
+    ("hook", "line"),
+    [
+        pytest.param(full_drawing, r".*No space left on device.*train\.py resume=\S*run\n", marks=pytest.mark.slow),
+        (full_beginning, r".*/run/overrides\.yaml: No space left on device((?!resume=).)*\n"),
+    ],
+    ids=["as pictures are drawn", "as a run begins"],
+)
+def test_a_disk_that_is_full_is_one_line(tmp_path: Path, hook: Callable[[], None], line: str) -> None:
+    """What is missing then is made when the run is resumed."""
+    done = train(tmp_path, *TINY, "steps=2", "eval_every=0", "hydra.run.dir=run", hook=hook)
+    assert done.code == 2 and re.fullmatch(line, done.err), done.err
+    if hook is full_drawing:
+        assert train(tmp_path, "resume=run").code == 0 and status(tmp_path / "run").startswith("done")
+        assert len([*(tmp_path / "run" / "predictions").iterdir()]) == 1
 
 
 @promise("Checkpoints", "a missing file, a ...")
-def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_to_is_one_line_and_one_behind_a_link_can(tmp_path: Path) -> None:
     with pytest.raises(NotSaved, match=r"last\.pt: .*\(No such file or directory\)$"):
         save(tmp_path / "missing", 1)
     (tmp_path / "file").touch()
@@ -303,20 +199,14 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
         pass
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    save(tmp_path / "link", 1), save(tmp_path / "real" / ".." / "link", 2)
+    save(tmp_path / "real" / ".." / "link", 2)
     check_whole(tmp_path / "real", 2)
 
 
 @promise("Checkpoints", "a missing file, a ...")
-@pytest.mark.slow
 @without("unet3d.cli.train.refuse_unwritable", nothing)
-def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["file/run", "file"])
+def test_a_run_folder_that_cannot_be_made_is_one_line(where: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for where in ("file/run", "file"):
-        done = train(tmp_path, *TINY, f"hydra.run.dir={where}")
-        assert done.code == 2 and f" {where}: " in done.err and done.err.count("\n") == 1
-        assert "hydra.run.dir=" in done.err
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    assert train(tmp_path, *TINY, "steps=1", "hydra.run.dir=link/../link/run").code == 0
-    assert (tmp_path / "real" / "run" / "STATUS").exists()
+    done = train(tmp_path, *TINY, f"hydra.run.dir={where}")
+    assert done.code == 2 and re.fullmatch(rf".* {where}: .*hydra\.run\.dir=.*\n", done.err), done.err

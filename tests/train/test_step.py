@@ -1,154 +1,95 @@
-"""The one training step: phases, accumulation, clipping, and what it refuses."""
+"""The one training step: accumulation, clipping, what it refuses. Its optimizer: rates, and the weights' average."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
-from calls import Calls
 from guards import no, without, yes
 from promises import promise
-from torch import nn
+from torch import Tensor, nn
 
 from unet3d.base.errors import NonFiniteLoss
 from unet3d.base.types import Batch
+from unet3d.config.compose import compose
+from unet3d.config.schema import Optim
 from unet3d.model.unet import UNet3D
+from unet3d.run import checkpoint
+from unet3d.training import optim
 from unet3d.training.losses import SegmentationLoss, ce
 from unet3d.training.policy import MemoryPolicy
-from unet3d.training.step import StepResult, ignore_mark, train_step
+from unet3d.training.step import LossFunction, StepResult, train_step
 
 Network = Callable[..., UNet3D]
+FLOAT32, BF16, FP16 = (MemoryPolicy("cpu", dtype) for dtype in (None, torch.bfloat16, torch.float16))
+CE = SegmentationLoss(ce)
 
 
-def batch(samples: int, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
+def batch(samples: int = 1, value: float = 0.0) -> Batch:
+    """Return random images and labels, the first voxel with this value."""
+    generator = torch.Generator().manual_seed(0)
     image = torch.randn(samples, 1, 8, 8, 8, generator=generator)
-    return Batch(image, torch.randint(0, 3, (samples, 8, 8, 8), generator=generator).short(), ("a",) * samples)
+    image[0, 0, 0, 0, 0] = value
+    return Batch(image, torch.randint(0, 3, (samples, 8, 8, 8), generator=generator).short(), ("case-7",))
 
 
 def step(
     model: nn.Module,
-    batches: list[Batch],
+    *batches: Batch,
+    loss: LossFunction = CE,
+    memory: MemoryPolicy = FLOAT32,
     clip: float | None = None,
-    memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 (frozen)
-    mark: Callable[[str], None] = ignore_mark,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> StepResult:
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    loss = SegmentationLoss(ce)
-    return train_step(model, loss, optimizer, memory.scaler(), memory, batches, mark, clip)
-
-
-def test_marks_each_phase_in_order(network: Network) -> None:
-    marks: list[str] = []
-    step(network(), [batch(1), batch(1)], mark=marks.append)
-    assert marks == ["data", "forward", "loss", "backward"] * 2 + ["step", "end"]
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1.0)
+    return train_step(model, loss, optimizer, scaler or memory.scaler(), memory, batches, clip=clip)
 
 
 def test_accumulated_halves_equal_the_whole(network: Network) -> None:
     """Instance norm knows no batch, so two micro-batches of one are a batch of two."""
-    whole, halves = network(), network()
-    both = batch(2)
+    whole, halves, both = network(), network(), batch(2)
     parts = [Batch(both.image[i : i + 1], both.label[i : i + 1]) for i in range(2)]
-    results = [step(whole, [both]), step(halves, parts)]
-    assert results[0].loss == pytest.approx(results[1].loss, abs=1e-6)
-    for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("dtype", "numbers"), [(None, 0), (torch.float16, 1)], ids=("float32", "fp16"))
-def test_a_step_waits_once_for_the_device_however_many_micro_batches(
-    network: Network, dtype: torch.dtype | None, numbers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once for loss, norm and scale together; fp16's scaler asks once more, whether a gradient overflowed."""
-    read, lists, calls = torch.Tensor.tolist, list[int](), Calls()
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor.numel()) or read(tensor))
-    with calls:
-        result = step(network(), [batch(1)] * 3, clip=1.0, memory=MemoryPolicy(dtype=dtype))
-    assert calls.counts[torch.ops.aten._local_scalar_dense.default] == numbers
-    assert lists == [4 + numbers]
-    assert result.scale == (65536.0 if dtype else 1.0)
+    assert step(whole, both).loss == pytest.approx(step(halves, *parts).loss, abs=1e-6)
+    torch.testing.assert_close(whole.state_dict(), halves.state_dict(), atol=1e-5, rtol=1e-5)
+    assert all(p.grad is None for p in halves.parameters())
 
 
 def test_a_loss_beyond_the_range_of_half_precision_weights_is_a_number() -> None:
-    model = nn.Conv3d(1, 3, 1).half()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    policy = MemoryPolicy()
-    one = batch(1)._replace(image=torch.zeros(1, 1, 2, 2, 2, dtype=torch.half))
-    result = train_step(
-        model, lambda logits, label: logits.float().sum() + 1e6, optimizer, policy.scaler(), policy, [one]
-    )
+    one = batch()._replace(image=torch.zeros(1, 1, 2, 2, 2, dtype=torch.half))
+    result = step(nn.Conv3d(1, 3, 1).half(), one, loss=lambda logits, label: logits.float().sum() + 1e6)
     assert result.loss == pytest.approx(1e6, abs=100)
 
 
 def test_clipping_bounds_the_update_and_reports_the_norm_before(network: Network) -> None:
     model, before = network(), network()
-    norm = step(model, [batch(1)], clip=1e-3).grad_norm
-    assert norm > 1e-3
+    assert step(model, batch(), clip=1e-3).grad_norm > 1e-3
     moved = sum((a - b).square().sum() for a, b in zip(model.parameters(), before.parameters(), strict=True))
     assert float(moved.detach()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_gradients_are_released(network: Network) -> None:
-    model = network()
-    step(model, [batch(1)])
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_any_module_is_a_network() -> None:
-    """Only checkpointed segments need an nn.Sequential."""
-    torch.manual_seed(0)
-    model = nn.Conv3d(1, 3, 1)
-    losses = [step(model, [batch(1)]).loss for _ in range(2)]
-    assert losses[1] < losses[0]
-
-
-@promise("Training", "a loss or gradient ...")
-@without("unet3d.training.step.math.isfinite", yes, only="None")
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_non_finite_loss_stops_before_the_update(network: Network, dtype: torch.dtype | None) -> None:
-    model, before = network(), network()
-    poisoned = batch(1)._replace(cases=("case-7",))
-    poisoned.image[0, 0, 0, 0, 0] = float("nan")
-    with pytest.raises(NonFiniteLoss, match=r"\bnan\b.*\bcase-7\b"):
-        step(model, [poisoned], memory=MemoryPolicy("cpu", dtype))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-
-
-class BrokenGradient(torch.autograd.Function):
+def broken(logits: Tensor, label: Tensor) -> Tensor:
     """A finite loss with a gradient that is not."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * float("nan")
-
-
-def broken(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return SegmentationLoss(ce)(BrokenGradient.apply(logits), label)
+    logits = logits.clone()
+    logits.register_hook(lambda gradient: gradient * float("nan"))
+    return CE(logits, label)
 
 
 @promise("Training", "a loss or gradient ...")
-@without("unet3d.training.step.math.isfinite", yes, only="12.0")
-@pytest.mark.parametrize("clip", [None, 12.0])
-def test_a_non_finite_gradient_stops_before_the_update(network: Network, clip: float | None) -> None:
-    model, before, memory = network(), network(), MemoryPolicy()
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    with pytest.raises(NonFiniteLoss, match=r"\bnan\b"):
-        train_step(model, broken, optimizer, memory.scaler(), memory, [batch(1)], clip=clip)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-
-
-@promise("Training", "fp16 overflows ...")
-@without("unet3d.training.step.LOWEST_SCALE", 0.0)
-def test_fp16_that_overflows_at_any_scale_is_stopped(network: Network) -> None:
-    model, memory = network(), MemoryPolicy("cpu", torch.float16)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), memory.scaler()
-    for _ in range(17):
-        train_step(model, broken, optimizer, scaler, memory, [batch(1)])
-    with pytest.raises(NonFiniteLoss):
-        train_step(model, broken, optimizer, scaler, memory, [batch(1)])
+@without("unet3d.training.step.math.isfinite", yes, only="float32")
+@pytest.mark.parametrize(
+    ("value", "loss", "memory"),
+    [(float("nan"), CE, FLOAT32), (float("nan"), CE, BF16), (0.0, broken, FLOAT32)],
+    ids=["loss in float32", "loss in bf16", "gradient in float32"],
+)
+def test_a_non_finite_loss_or_gradient_stops_before_the_update(
+    network: Network, value: float, loss: LossFunction, memory: MemoryPolicy
+) -> None:
+    model, before = network(), network()
+    with pytest.raises(NonFiniteLoss, match=r"\bnan\b.*\bcase-7\b"):
+        step(model, batch(value=value), loss=loss, memory=memory, clip=12.0)
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
 
 
 def step_anyway(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -162,28 +103,102 @@ def step_anyway(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) 
     "the update is skipped and the scale lowered; at any scale, or in running statistics, the run stops",
 )
 @without("torch.amp.GradScaler.step", step_anyway)
-def test_fp16_skips_the_update_and_lowers_the_scale(network: Network) -> None:
-    model, before = network(), network()
-    memory = MemoryPolicy("cpu", torch.float16)
-    scaler = memory.scaler()
-    start = scaler.get_scale()
-    poisoned = batch(1)
-    poisoned.image[:] = float("inf")
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    train_step(model, SegmentationLoss(ce), optimizer, scaler, memory, [poisoned])
-    assert scaler.get_scale() < start
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+@without("unet3d.training.step.LOWEST_SCALE", 0.0)
+def test_fp16_that_overflows_skips_the_update_and_lowers_the_scale_to_the_lowest(network: Network) -> None:
+    model, before, scaler = network(), network(), FP16.scaler()
+    scales = [step(model, batch(), loss=broken, memory=FP16, scaler=scaler).scale for _ in range(17)]
+    assert scales == [2.0**exponent for exponent in range(16, -1, -1)]
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
+    with pytest.raises(NonFiniteLoss):
+        step(model, batch(), loss=broken, memory=FP16, scaler=scaler)
 
 
 @promise("Training", "fp16 overflows ...")
 @without("unet3d.training.step.ranks.all_reduce_max", no)
 def test_fp16_that_overflows_into_running_statistics_is_stopped(network: Network) -> None:
     """A lower scale does not make them finite, and validation would use them to the end."""
-    memory = MemoryPolicy("cpu", torch.float16)
-    poisoned = batch(1)
-    poisoned.image[:] = float("inf")
+    poisoned = batch(value=float("inf"))
     with pytest.raises(NonFiniteLoss, match=r"amp_dtype=bf16"):
-        step(network("model=unet_tiny", "model.norm=batch"), [poisoned], memory=memory)
-    with pytest.raises(NonFiniteLoss) as error:  # bf16 would not help where float32 does not
-        step(network("model=unet_tiny", "model.norm=batch"), [poisoned])
-    assert "nan" in str(error.value) and "amp_dtype" not in str(error.value)
+        step(network("model=unet_tiny", "model.norm=batch"), poisoned, memory=FP16)
+    with pytest.raises(NonFiniteLoss, match=r"^((?!amp_dtype).)*$"):  # bf16 would not help where float32 does not
+        step(network("model=unet_tiny", "model.norm=batch"), poisoned)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "rates"),
+    [
+        ("constant", 0.2, [1, 1, 1, 1]),
+        ("poly", 0.2, [1, 0.9**0.9, 0.5**0.9, 0.01**0.9]),
+        ("cosine", 0.2, [1, 0.97552826, 0.5, 0.00024671982]),
+        ("one_cycle", 0.2, [0.04, 0.52, 0.69134172, 0.00038548188]),
+        ("one_cycle", 0.1, [0.04, 1, 0.58682409, 0.00030458650]),
+        ("one_cycle", 0.0, [1, 0.97552826, 0.5, 0.00024671982]),
+    ],
+)
+def test_rates_of_the_first_later_and_last_step_of_100(schedule: str, warmup: float, rates: list[float]) -> None:
+    options = Optim(lr=2.0, schedule=schedule, warmup=warmup)
+    assert [optim.learning_rate(options, 100, s) / 2 for s in (0, 10, 50, 99)] == pytest.approx(rates)
+
+
+def trained(updates: int, *words: str) -> tuple[nn.Conv3d, torch.optim.Optimizer, list[Tensor]]:
+    """A network, its optimizer, and the first weight after each update."""
+    torch.manual_seed(0)
+    model = nn.Conv3d(1, 3, 3, padding=1)
+    optimizer, weights = optim.optimizer(compose([*words, "optim.average=0.5"]).optim, model), []
+    for _ in range(updates):
+        step(model, batch(), optimizer=optimizer)
+        weights.append(model.weight.detach().clone())
+    return model, optimizer, weights
+
+
+def test_the_average_follows_the_weights_by_its_recurrence() -> None:
+    model, optimizer, (expected, *following) = trained(12)
+    for count, weight in enumerate(following, start=2):
+        expected = torch.lerp(expected, weight, 1 - min(0.5, (1 + count) / (10 + count)))
+    averages = optim.averages(model, optimizer)
+    assert [*averages] == ["weight", "bias"]
+    torch.testing.assert_close(averages["weight"], expected)
+    with pytest.raises(KeyError), optim.averaged(model, optimizer):
+        assert torch.equal(model.weight, averages["weight"])
+        raise KeyError
+    assert torch.equal(model.weight, following[-1])
+
+
+@pytest.mark.parametrize("fused", ["false", "true"])
+def test_an_update_that_fp16_skips_is_not_averaged(fused: str) -> None:
+    model, optimizer, _ = trained(0, f"optim.fused={fused}")
+    step(model, batch(), loss=broken, memory=FP16, optimizer=optimizer)
+    assert optim.averages(model, optimizer) == {}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_fused_optimizer_does_the_same_but_for_rounding_and_each_goes_on_from_the_other(name: str) -> None:
+    model, optimizer, _ = trained(5, f"optim={name}")
+    other, fused, _ = trained(5, f"optim={name}", "optim.fused=true")
+    for _ in range(2):
+        torch.testing.assert_close(other.state_dict(), model.state_dict())
+        torch.testing.assert_close(optim.averages(other, fused), optim.averages(model, optimizer))
+        state = deepcopy(fused.state_dict()) | {"param_groups": optimizer.state_dict()["param_groups"]}
+        optimizer.load_state_dict(state)
+        step(model, batch(), optimizer=optimizer)
+        step(other, batch(), optimizer=fused)
+
+
+def test_an_average_goes_on_from_the_optimizers_state_to_the_bit() -> None:
+    model, optimizer, _ = trained(3)
+    resumed, other, _ = trained(0)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    step(model, batch(), optimizer=optimizer)
+    step(resumed, batch(), optimizer=other)
+    averages = optim.averages(model, optimizer).values(), optim.averages(resumed, other).values()
+    assert all(map(torch.equal, *averages)) and other.param_groups[0][optim.COUNT] == 4
+
+
+def test_a_checkpoint_holds_the_averages_storages_once(tmp_path: Path) -> None:
+    model, optimizer, _ = trained(1)
+    state = {"optimizer": optimizer.state_dict(), "average": optim.averages(model, optimizer)}
+    checkpoint.save_checkpoint(tmp_path / "shared", state)
+    checkpoint.save_checkpoint(tmp_path / "twice", deepcopy(state["average"]) | state)
+    shared, twice = ((tmp_path / name).stat().st_size for name in ("shared", "twice"))
+    assert twice - shared >= sum(average.nbytes for average in state["average"].values())
