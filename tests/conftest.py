@@ -5,11 +5,12 @@ import io
 import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import hydra
@@ -21,7 +22,7 @@ from guards import Guard, taken_out
 from made_once import made_once
 from omegaconf import DictConfig
 from rich.console import Console as Terminal
-from training import AS_IN_RUNS, TINY, train
+from training import AS_IN_RUNS, RUN, TINY, at_step, train
 
 from unet3d.base import progress
 from unet3d.config import compose
@@ -172,6 +173,34 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.code == 0, done.err
 
     return made_once(tmp_path_factory, "finished", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of RUN that nothing interrupted, for tests that read it."""
+
+    def make(place: Path) -> None:
+        done = train(place, *RUN)
+        assert done.code == 0, done.err
+
+    return made_once(tmp_path_factory, "whole", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run, killed at step 5, with its checkpoint of step 4, for tests that read it."""
+
+    def make(place: Path) -> None:
+        assert train(place, *RUN, hook=partial(at_step, 5)).code == -signal.SIGKILL
+
+    return made_once(tmp_path_factory, "killed", make) / "run"
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """The folder of the killed run, for one test."""
+    shutil.copytree(killed.parent, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
 
 
 @pytest.fixture

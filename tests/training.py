@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import pkgutil
 import re
 import runpy
 import select
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,12 +35,20 @@ from unet3d.memory.technique import choose_technique, saved
 from unet3d.recomputing import prepare, search
 from unet3d.report import held_out, memory_plots, plots, report
 from unet3d.report.loggers import Loggers
+from unet3d.run.checkpoint import load_checkpoint
 from unet3d.training.inference import Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
     *("model=unet_tiny", "model.features=[4,8]", "data.patch=[16,16,16]", "data.phantom.shape=[20,20,16]"),
     *("data.phantom.cases=4", "batch=1", "steps=4", "eval_every=2", "device=cpu", "workers=0"),
+]
+# A run whose state is all that a checkpoint may hold. Three cases are learned, so that steps 2, 4 and 5 end no epoch.
+RUN = [
+    *TINY,
+    *("data.phantom.cases=5", "data.val_fraction=0.4", "data.phantom.shape=[18,16,16]", "steps=6"),
+    *("amp=true", "amp_dtype=fp16", "model.dropout=0.2", "ckpt=2", "optim=adam", "optim.average=0.9"),
+    "hydra.run.dir=run",
 ]
 PLAIN = ("optim=sgd", "optim.momentum=0", "optim.weight_decay=0", "optim.clip=null")  # quick to simulate
 # What most tests assert holds for any schedule and any tiles: with few of both, programs take half of the time.
@@ -114,19 +123,19 @@ def planned(words: Sequence[str]) -> Any:
     return jobs[0] if jobs[0].number is None else jobs
 
 
-def train(
-    place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled", frills: bool = False
-) -> Ended:
-    """`python train.py ARGUMENTS` in the folder `place`, after `hook`, as the leader of a process group.
-
-    Without `frills` it predicts, draws and reports nothing.
-    """
-    child, _ = start(place, *arguments, hook=hook, wandb=wandb, frills=frills)
+def train(place: Path, *arguments: str, **options: Any) -> Ended:
+    """`python train.py ARGUMENTS` in the folder `place`, with the options of `start`, once it has ended."""
+    child, _ = start(place, *arguments, **options)
     assert child.pid
     descriptor = os.pidfd_open(child.pid)
     select.select([descriptor], [], [])
     os.close(descriptor)
     return Ended(child, place)
+
+
+def resume(run: Path, *options: str, hook: Hook | None = None) -> Ended:
+    """The run in this folder goes on, from the folder beside."""
+    return train(run.parent, f"resume={run.name}", *options, hook=hook)
 
 
 def forked(target: Callable[..., object], *arguments: object) -> BaseProcess:
@@ -143,7 +152,10 @@ def forked(target: Callable[..., object], *arguments: object) -> BaseProcess:
 def start(
     place: Path, *arguments: str, hook: Hook | None = None, wandb: str = "disabled", frills: bool = False
 ) -> tuple[BaseProcess, Path]:
-    """The same, not waited for."""
+    """`python train.py ARGUMENTS` in the folder `place`, after `hook`, as the leader of a process group.
+
+    Without `frills` it predicts, draws and reports nothing. It is not waited for.
+    """
     place.mkdir(exist_ok=True)
     child = forked(train_here, place, arguments, hook, wandb, frills, are_out())
     child.start()
@@ -206,21 +218,39 @@ def _one_pixel(*drawn: object) -> None:
     Image.new("RGB", (1, 1)).save(target, "PNG")
 
 
-def call(owner: object, name: str, count: int, act: Hook) -> None:
-    """`act` at the beginning of the `count`-th call of this public function of a module or class."""
+def call(owner: object, name: str, count: int, act: Hook, lasting: bool = False) -> None:
+    """`act` at the beginning of the `count`-th call of this public function; with `lasting`, of each from then on."""
     function, calls = getattr(owner, name), itertools.count(1)
 
     def wrapped(*of: object, **named: object) -> object:
-        if next(calls) == count:
+        number = next(calls)
+        if number == count or (lasting and number > count):
             act()
         return function(*of, **named)
 
     setattr(owner, name, wrapped)
 
 
+def when(target: str, count: int, act: Hook, lasting: bool = False) -> Hook:
+    """Return a hook that does so in a training's process, for a target such as "unet3d.run.validation.evaluate"."""
+    return partial(_call_named, target, count, act, lasting)
+
+
+def _call_named(target: str, count: int, act: Hook, lasting: bool) -> None:
+    owner, _, name = target.rpartition(".")
+    call(pkgutil.resolve_name(owner), name, count, act, lasting)
+
+
+def fail(error: BaseException, *_: object) -> None:
+    raise error
+
+
 def send(number: int, to_group: bool = False) -> None:
     """A signal to this process, or to its process group."""
     (os.killpg if to_group else os.kill)(0 if to_group else os.getpid(), number)
+
+
+kill = partial(send, signal.SIGKILL)
 
 
 def at_step(step: int, number: int = signal.SIGKILL) -> None:
@@ -245,7 +275,7 @@ def fill(folder: Path, room: int = 0) -> None:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["model"]
+    found: dict[str, torch.Tensor] = load_checkpoint(folder / "checkpoints" / "last.pt")["model"]
     return found
 
 
@@ -257,6 +287,16 @@ def records(folder: Path) -> list[dict]:
         for line in lines
     ]
     return [record for record in bare if len(record) > 1]
+
+
+def steps_with(folder: Path, key: str) -> list[int]:
+    """Return the steps of the records that have this key."""
+    return [record["step"] for record in records(folder) if key in record]
+
+
+def saved_step(folder: Path, name: str = "last.pt") -> int:
+    """Return the step of a run's checkpoint."""
+    return load_checkpoint(folder / "checkpoints" / name)["step"]  # type: ignore[no-any-return]
 
 
 def same(a: Path, b: Path) -> bool:
