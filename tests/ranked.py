@@ -9,11 +9,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from torch.distributed import TCPStore
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from training import Ended, Hook, forked, start, train_here, without_frills
+from training import Ended, Hook, pixels_alone, start
 
 from unet3d.base import ranks
-from unet3d.memory import prediction
 
 
 def train_ranks(
@@ -57,59 +55,11 @@ def _become(rank: int, count: int, port: int, hook: Hook | None) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-    _read_environment(hook)
-
-
-def _read_environment(hook: Hook | None) -> None:
-    """Become the rank that the environment names, as a process that begins with it does."""
-    ranks.RANK = int(os.environ["RANK"])
-    ranks.LOCAL_RANK = int(os.environ["LOCAL_RANK"])
-    ranks.SIZE = int(os.environ["WORLD_SIZE"])
+    ranks.RANK = ranks.LOCAL_RANK = rank
+    ranks.SIZE = count
     ranks.GRACE = 2.0
     if hook:
         hook()
 
 
-def torchrun(place: Path, *words: str, restarts: int, hook: Hook | None = None) -> int | None:
-    """Return the exit code of `torchrun --nproc-per-node 2 --max-restarts RESTARTS train.py WORDS`.
-
-    It is torchrun's own launcher; its ranks are forked, and not interpreters that load torch. Each works in a folder
-    of its own, place/rank0 and place/rank1, and leaves the names of its threads there, in `threads`.
-    """
-    launcher = forked(_launch, place, words, restarts, hook)
-    launcher.start()
-    launcher.join()
-    return launcher.exitcode
-
-
-def _launch(place: Path, words: tuple[str, ...], restarts: int, hook: Hook | None) -> None:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id=place.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=restarts,
-        start_method="fork",
-    )
-    elastic_launch(config, _train_as_rank)(place, words, hook)
-
-
-def _train_as_rank(place: Path, words: tuple[str, ...], hook: Hook | None) -> None:
-    folder = place / f"rank{os.environ['RANK']}"
-    folder.mkdir(exist_ok=True)
-    try:
-        train_here(folder, words, functools.partial(_read_environment, hook), "disabled", False, ())
-    except SystemExit as end:
-        if end.code:
-            raise
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    (folder / "threads").write_text(" ".join(names))
-
-
-def predict_without_pictures() -> None:
-    """Leave out the report and the pictures of a run with frills, but not its preflight."""
-    predict = prediction.preflight
-    without_frills()
-    prediction.preflight = predict
+predict_without_pictures = pixels_alone
