@@ -9,7 +9,9 @@ from typing import Any
 
 import nibabel as nib
 import numpy as np
+import pytest
 
+from unet3d.base.errors import UserError
 from unet3d.config.schema import Data
 from unet3d.data import nifti, restore
 from unet3d.data.cases import Case, read_dataset
@@ -104,6 +106,45 @@ def decathlon(
     }
     (root / "dataset.json").write_text(json.dumps(content))
     return Data(format="decathlon", root=str(root))
+
+
+def nnunet(root: Path, **changes: Any) -> Data:
+    """Two labelled cases and one without a label, of two channels, in nnU-Net's layout."""
+    for name in ("b_0001", "a"):
+        write(root / "labelsTr" / f"{name}.nii.gz", label())
+    for name in ("b_0001", "a", "c"):
+        for channel in range(2):
+            write(root / "imagesTr" / f"{name}_{channel:04d}.nii.gz", image())
+    (root / "imagesTr" / "._a_0000.nii.gz").write_bytes(b"Mac")
+    channels, labels = {"0": "T1", "1": "T2"}, {"organ": 1, "background": 0, "ignore": 2}
+    content = {"channel_names": channels, "labels": labels, "numTraining": 3, "file_ending": ".nii.gz"}
+    (root / "dataset.json").write_text(json.dumps(content))
+    rewrite(root, **changes)
+    return Data(format="nnunet", root=str(root))
+
+
+def folders(root: Path, images: str, labels: str, shape: tuple[int, ...] = (6, 5, 4)) -> Data:
+    """Two folders with files of these names, which commas separate."""
+    for folder, names, voxels in (("images", images, image(shape)), ("labels", labels, label())):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for name in names.split(",") if names else ():
+            write(root / folder / name, voxels)
+    return Data(format="folders", root=str(root), classes=["background", "organ", "tumour"], ignore=255)
+
+
+def refusal(data: Data) -> str:
+    """Return what is said of a data set that cannot be read: one line of a bounded length."""
+    with pytest.raises(UserError) as caught:
+        read_dataset(data)
+    text = str(caught.value)
+    assert text.isprintable() and len(text) < 1000
+    return text
+
+
+def table(text: str, columns: int = 1) -> list[Any]:
+    """Return the parameters of a table, a case a line: the cells of the first columns, then a list of all others."""
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.strip().splitlines()]
+    return [pytest.param(*row[:columns], row[columns:], id=" ".join(row[:columns])) for row in rows]
 
 
 def rewrite(root: Path, **changes: Any) -> None:
