@@ -254,7 +254,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("only root can mount a disk")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # maps of its files may be open
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """data.cache=disk: the patches of data.cache=memory to the bit, whole files or none, and the memory of a patch."""
 
-import functools
 import io
-import itertools
-import multiprocessing
 import os
 import pickle
 import resource
-import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,48 +15,35 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import torch
-from guards import nothing, without
+from guards import no, nothing, without, yes
 from nifti_files import decathlon, image, rewrite, told, write
 from promises import promise
-from training import TINY, Ended, call, fill, records, same, send, status, train
+from training import TINY, call, fill, records, same, send, train
 
-from unet3d.base import files
 from unet3d.base.errors import UserError
-from unet3d.base.types import Batch
 from unet3d.config import compose
 from unet3d.config.schema import Augment, Config, Data
 from unet3d.data import cache, loader, prepare
 from unet3d.data.cache import DiskCache, key_of
 from unet3d.data.cases import Case
-from unet3d.data.check import DIGEST
-from unet3d.data.patches import Patches, PreparedCase, crop
-from unet3d.data.prepare import PreparedData, prepare_data
+from unet3d.data.patches import Patches, PreparedCase
+from unet3d.data.prepare import prepare_data
 from unet3d.run import run as job
 
 SHAPE = (21, 18, 13)
 ARRAYS = 5  # of a case
-SEMI = {"semi": True, "sparse": [3, 3, 2], "scored": [2, 2, 2]}
+SEMI = {"semi": True, "sparse": [3, 3, 2], "scored": [2, 2, 2], "ignore": 9}
 ALWAYS = {f"{name}_p": 1.0 for name in ("spatial", "noise", "blur", "contrast", "gamma", "low_resolution")}
+KEY = key_of("a")
+ONE = {"voxels": (2, None)}
+NUMBERS = {"voxels": np.arange(10, dtype=np.float32).reshape(2, 5)}
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
-    """Four cases, kept in tmp_path/cache."""
-    found = decathlon(tmp_path / "set", shape=SHAPE)
-    found.patch, found.cache, found.cache_root = [12, 12, 8], "disk", str(tmp_path / "cache")
-    return found
-
-
-def ready(data: Data) -> PreparedData:
-    return prepare_data(data)
-
-
-def stream(data: Data, workers: int, tile: list[int]) -> list[list[Batch]]:
-    """Three steps of a run."""
-    config = Config(data=data, workers=workers, batch=2)
-    found = prepare_data(config.data)
-    patches = Patches(lambda index: found.read_train(found.train[index]), data, 3, tile)
-    return list(islice(loader.batches(patches, [one.id for one in found.train], config), 3))
+    """Two cases, kept in tmp_path/cache."""
+    found = decathlon(tmp_path / "set", ("a", "b"), SHAPE)
+    return replace(found, cache="disk", cache_root=str(tmp_path / "cache"), intensity="zscore", patch=[12, 12, 8])
 
 
 def equal(a: PreparedCase, b: PreparedCase) -> bool:
@@ -67,144 +51,85 @@ def equal(a: PreparedCase, b: PreparedCase) -> bool:
     return torch.equal(a.image, b.image) and torch.equal(a.label, b.label) and voxels and a.spacing == b.spacing
 
 
-def entries(root: Path) -> dict[str, tuple[int, int]]:
-    """Every file below, with what changes when it is written again."""
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return {str(path.relative_to(root)): ((found := path.stat()).st_ino, found.st_mtime_ns) for path in files}
+def entries(data: Data) -> dict[str, tuple[int, int]]:
+    """Every file of the cache, with what changes when it is written again."""
+    paths = [*Path(data.cache_root or "").iterdir()]
+    return {path.name: ((found := path.stat()).st_ino, found.st_mtime_ns) for path in paths}
+
+
+def are_as_prepared(data: Data) -> bool:
+    """Whether what the cache holds, or makes again, are the cases as they are without it."""
+    found, sound = prepare_data(data), prepare_data(replace(data, cache="memory"))
+    return all(equal(found.read(one), sound.read(one)) for one in (*sound.train, *sound.val))
 
 
 @pytest.mark.parametrize(
     ("workers", "changes", "tile"),
     [
-        (0, {"augment": Augment(spatial_p=0, mirror=[])}, [12, 12, 8]),
-        (2, {"augment": Augment(elastic=2, **ALWAYS), "spacing": [1.2, 1.2, 2.0]}, [12, 12, 8]),
-        (0, {"patch": [24, 24, 24], "foreground": 1.0, "intensity": "zscore"}, [24, 24, 24]),
+        (2, {"augment": Augment(elastic=2, **ALWAYS), "spacing": [1.2, 1.2, 2.0], "intensity": "ct"}, [12, 12, 8]),
+        (0, {"patch": [24, 24, 24], "foreground": 1.0}, [24, 24, 24]),
         (0, {"patch": [16, 16, 16], "augment": Augment(spatial_p=0.5)}, [8, 8, 8]),
-        (0, {**SEMI, "ignore": 9}, [12, 12, 8]),
-        (2, {**SEMI, "ignore": 9}, [12, 12, 8]),
+        (2, SEMI, [12, 12, 8]),
     ],
-    ids=["crop", "augmented", "beyond the border", "mirrored context", "sparse", "sparse with workers"],
+    ids=["augmented", "beyond the border", "mirrored context", "sparse"],
 )
 def test_patches_are_the_same_to_the_bit_wherever_cases_are_kept(
     data: Data, workers: int, changes: dict[str, Any], tile: list[int]
 ) -> None:
-    for name, value in changes.items():
-        setattr(data, name, value)
     found = []
-    for data.cache in ("memory", "off", "disk", "disk"):
-        found.append([batch for step in stream(data, workers, tile) for batch in step])
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert torch.equal(a.image, b.image) and torch.equal(a.label, b.label) and a.cases == b.cases
+    for place in ("memory", "off", "disk", "disk"):
+        config = Config(data=replace(data, cache=place, **changes), workers=workers, batch=2)
+        ready = prepare_data(config.data)
+        patches = Patches(lambda index, ready=ready: ready.read_train(ready.train[index]), config.data, 3, tile)
+        found.append([*islice(loader.batches(patches, [one.id for one in ready.train], config), 3)])
+    for steps in zip(*found, strict=True):
+        for first, *others in zip(*steps, strict=True):
+            for other in others:
+                assert torch.equal(first.image, other.image)
+                assert torch.equal(first.label, other.label)
 
 
-def from_disk(finished: Path, place: Path) -> list[str]:
-    """Return the options of the run `finished`, which keeps its cases in memory, but with a cache in `place`."""
-    words = [*TINY, "amp=true", "ckpt=2", f"data.root={finished.parent / 'data/phantom'}"]
-    return [*words, "data.cache=disk", f"data.cache_root={place / 'cache'}"]
-
-
-def size_lines(done: Ended, root: Path) -> list[str]:
-    """Return what the run printed of the cache in `root`."""
-    return [line for line in done.out.splitlines() if str(root) in line]
-
-
-@pytest.mark.slow
-def test_a_run_has_the_same_weights_and_scores(finished: Path, tmp_path: Path) -> None:
-    done = train(tmp_path, *from_disk(finished, tmp_path), "workers=1", "hydra.run.dir=run")
-    assert done.code == 0, done.err
-    assert same(tmp_path / "run", finished)
-    assert (tmp_path / "run/scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
-    assert told(size_lines(done, tmp_path / "cache"), [["4 ", " 0.1 MiB ", " 4 "]])
-
-
-def test_nothing_is_read_or_written_again_by_the_next_run(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, before = ready(data), entries(Path(data.cache_root or ""))
-    monkeypatch.setattr(prepare, "read_volume", lambda *of: pytest.fail("a volume is read"))
-    second = ready(data)
-    assert entries(Path(data.cache_root or "")) == before
-    assert all(equal(first.read(one), second.read(one)) for one in first.train)
-
-
-def test_other_numbers_need_another_format(data: Data) -> None:
-    """Where this fails, prepared cases have changed: raise FORMAT, so that no older file is read, then correct it."""
-    data.spacing, data.ignore = [1.3, 1.1, 2.0], 2
-    found = ready(data)
-    one = found.read(found.train[0])
-    ramp = torch.linspace(-1, 1, one.label.numel(), dtype=torch.float64)
-    image = (one.image.double().flatten() * ramp).sum().item()
-    voxels = [int(one.centres_of(number).astype(np.int64).sum()) for number in range(one.classes)]
-    assert (cache.FORMAT, one.spacing, int(one.label.sum()), voxels) == (4, (1.3, 1.1, 2.0), -210_031, [57_369])
-    assert image == pytest.approx(-119.06, rel=1e-3)
-
-
-def test_replaced_voxels_are_reported_by_every_run(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_read_or_written_again_by_the_next_run(
+    data: Data, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which says again what was replaced."""
     stored = image(SHAPE)
     stored[1, 2, 3] = np.nan
     write(Path(data.root or "") / "imagesTr/a.nii.gz", stored)
     data.nonfinite = "zero"
-    for _ in range(2):
-        ready(data)
-        assert told(capsys.readouterr().err.splitlines(), [["warning: a: 1 ", "NaN", "data.nonfinite=zero"]])
+    first, before = prepare_data(data), entries(data)
+    replaced = ["warning: a: 1 ", "NaN", "data.nonfinite=zero"]
+    assert told(capsys.readouterr().err.splitlines(), [replaced])
+    monkeypatch.setattr(prepare, "read_volume", lambda *of: pytest.fail("a volume is read"))
+    second = prepare_data(data)
+    assert entries(data) == before
+    assert all(equal(first.read(one), second.read(one)) for one in first.train)
+    assert told(capsys.readouterr().err.splitlines(), [replaced])
 
 
-def touched(address: int) -> int:
-    """Bytes of the mapping at this address that are in memory."""
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    for line in lines:
-        low, _, high = line.split()[0].partition("-")
-        if high and int(low, 16) <= address < int(high, 16):
-            return next(int(words[1]) * 2**10 for words in map(str.split, lines) if words[0] == "Rss:")
-    raise AssertionError("no such mapping")
-
-
-@promise("Data", "prepared cases that do ...")
-@pytest.mark.parametrize("mirror", [False, True])
-def test_a_patch_touches_its_own_bytes_alone(tmp_path: Path, mirror: bool) -> None:
-    """Rows of 8 MiB: the system maps up to 2 MiB around what is read."""
-    shape = (2, 2, 2**21)
-    arrays = {"image": np.ones((1, *shape), np.float32), "label": np.zeros(shape, np.int16)}
-    shapes = {name: array.shape for name, array in arrays.items()}
-    found = DiskCache(tmp_path, full=False).read(key_of("a"), shapes, lambda: arrays)
-    volume, classes = torch.from_dlpack(found["image"]), torch.from_dlpack(found["label"])
-    crop(volume, classes, np.array([0.5, 0.5, 2.0**20]), [4, 4, 16], mirror)
-    assert 0 < touched(volume.data_ptr()) <= volume.nbytes / 2
+def test_other_numbers_need_another_format(data: Data) -> None:
+    """Where this fails, prepared cases have changed: raise FORMAT, so that no older file is read, then correct it."""
+    found = prepare_data(replace(data, intensity="ct", spacing=[1.3, 1.1, 2.0], ignore=2))
+    one = found.read(found.train[0])
+    ramp = torch.linspace(-1, 1, one.label.numel(), dtype=torch.float64)
+    image = (one.image.double().flatten() * ramp).sum().item()
+    centres = int(one.centres_of(0).astype(np.int64).sum())
+    assert (cache.FORMAT, one.spacing, int(one.label.sum()), centres) == (4, (1.3, 1.1, 2.0), -210_031, 57_369)
+    assert image == pytest.approx(-117.90, rel=1e-3)
 
 
 ROOM = 100 * 2**20
 
 
-def limit(kind: int, field: str) -> None:
-    """This process may take ROOM more than it has."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
-    most = int(line.split()[1]) * 2**10 + ROOM
-    resource.setrlimit(kind, (most, most))
-
-
 def limit_addresses() -> None:
-    call(job, "prepare_data", 1, lambda: limit(resource.RLIMIT_AS, "VmSize"))
+    """Once it prepares cases, the process may take ROOM more than it has."""
 
+    def limit() -> None:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize:")]
+        most = int(line.split()[1]) * 2**10 + ROOM
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """34 cases of 88^3 voxels, 6 bytes each once prepared: a third more than ROOM."""
-    root, shape = tmp_path_factory.mktemp("large"), (88, 88, 88)
-    names = [f"case{number}" for number in range(34)]
-    decathlon(root, ())
-    rewrite(root, training=[{"image": f"./imagesTr/{n}.nii", "label": f"./labelsTr/{n}.nii"} for n in names])
-    voxels = np.random.default_rng(0).integers(0, 1000, shape, np.int16)
-    for number, name in enumerate(names):
-        voxels[0, 0, 0] = 2000 + number  # no two cases are the same
-        write(root / "imagesTr" / f"{name}.nii", voxels)
-        write(root / "labelsTr" / f"{name}.nii", (voxels > 900).astype(np.uint8))
-    return root
-
-
-def learn(place: Path, root: Path, cache: str, hook: Callable[[], None] | None, *more: str) -> Ended:
-    words = ["data=decathlon", f"data.root={root}", f"data.cache={cache}", f"data.cache_root={root}/cache"]
-    words += [word for word in TINY if "phantom" not in word] + ["data.intensity=zscore", "data.val_fraction=0.01"]
-    words += ["eval_every=0", "inference.overlap=0", "batch=4", "steps=9"]
-    return train(place, *words, *more, f"hydra.run.dir={cache}", hook=hook)
+    call(job, "prepare_data", 1, limit)
 
 
 @promise(
@@ -212,34 +137,29 @@ def learn(place: Path, root: Path, cache: str, hook: Callable[[], None] | None, 
     "prepared cases that do not fit into memory",
     "refused; with `data.cache=disk` they train, whatever `ulimit -d` and `ulimit -v` allow",
 )
+@without("unet3d.data.cache.can_stay_mapped", yes)
 @pytest.mark.slow
-def test_more_data_than_the_process_may_take_trains_from_disk(tmp_path: Path, large: Path) -> None:
-    """Every case is visited, and no map stays open: addresses are limited."""
-    done = learn(tmp_path, large, "memory", limit_addresses)
-    assert done.code == 5, done.err
-    done = learn(tmp_path, large, "disk", limit_addresses)
+def test_more_data_than_the_process_may_take_trains_from_disk(tmp_path: Path) -> None:
+    """34 cases of 88^3 voxels, 6 bytes each once prepared, are a third more than ROOM; every one is visited."""
+    voxels = np.random.default_rng(0).integers(0, 1000, (88, 88, 88), np.int16)
+    decathlon(tmp_path, ())
+    listed = [{"image": f"imagesTr/{number}.nii", "label": f"labelsTr/{number}.nii"} for number in range(34)]
+    rewrite(tmp_path, training=listed)
+    for number, entry in enumerate(listed):
+        voxels[0, 0, 0] = 2000 + number  # no two cases are the same
+        write(tmp_path / entry["image"], voxels)
+        write(tmp_path / entry["label"], (voxels > 900).astype(np.uint8))
+    words = [word for word in TINY if "phantom" not in word] + ["data=decathlon", f"data.root={tmp_path}"]
+    words += ["data.cache=disk", f"data.cache_root={tmp_path}/cache", "data.intensity=zscore", "hydra.run.dir=run"]
+    words += ["data.val_fraction=0.01", "eval_every=0", "inference.overlap=0", "batch=4", "steps=9"]
+    done = train(tmp_path, *words, hook=limit_addresses)
     assert done.code == 0, done.err
-    assert sum("train/loss" in record for record in records(tmp_path / "disk")) == 9
-
-
-def at_half(count: int, act: Callable[[], None]) -> None:
-    """`act` when half of the count-th array is written."""
-    write, calls = cache.write_array, itertools.count(1)
-
-    def half(file: IO[bytes], array: np.ndarray) -> None:
-        content = io.BytesIO()
-        write(content, array)
-        file.write(content.getvalue()[: content.tell() // 2])
-        file.flush()
-        if next(calls) == count:
-            act()
-        file.write(content.getvalue()[content.tell() // 2 :])
-
-    cache.write_array = half
+    assert sum("train/loss" in record for record in records(tmp_path / "run")) == 9
 
 
 def kill_within_a_file() -> None:
-    at_half(ARRAYS * 2 + 1, lambda: send(signal.SIGKILL))
+    """At the second array of the third case."""
+    call(cache, "write_array", ARRAYS * 2 + 2, lambda: send(signal.SIGKILL))
 
 
 @promise(
@@ -249,54 +169,21 @@ def kill_within_a_file() -> None:
 )
 @pytest.mark.slow
 def test_killed_while_preparing_the_next_run_goes_on(finished: Path, tmp_path: Path) -> None:
-    words = from_disk(finished, tmp_path)
+    """To the weights and scores of a run that keeps its cases in memory."""
+    data = Data(cache_root=str(tmp_path / "cache"))
+    words = [*TINY, "amp=true", "ckpt=2", f"data.root={finished.parent / 'data/phantom'}"]
+    words += ["data.cache=disk", f"data.cache_root={data.cache_root}"]
     assert train(tmp_path, *words, "hydra.run.dir=a", hook=kill_within_a_file).code == -signal.SIGKILL
-    before = entries(tmp_path / "cache")
+    before = entries(data)
     whole = {name: found for name, found in before.items() if name.endswith(".arrays")}
     assert len(whole) == 2 < len(before)
     done = train(tmp_path, *words, "hydra.run.dir=b")
-    assert done.code == 0 and told(size_lines(done, tmp_path / "cache"), [["4 ", " 2 "]]), done.err
-    after = entries(tmp_path / "cache")
+    assert done.code == 0, done.err
+    assert told([line for line in done.out.splitlines() if str(data.cache_root) in line], [["4 ", " 0.1 MiB ", " 2 "]])
+    after = entries(data)
     assert whole.items() <= after.items() and len(after) == 4 and all(name.endswith(".arrays") for name in after)
     assert same(tmp_path / "b", finished)
-
-
-ONE = {"voxels": (2, None)}
-NUMBERS = {"voxels": np.arange(10, dtype=np.float32).reshape(2, 5)}
-Queue = multiprocessing.SimpleQueue
-
-
-def make_half(root: Path, key: str, reached: "Queue[str]", go: "Queue[str]") -> None:
-    """Make the key, half-way until `go`."""
-    at_half(1, lambda: [reached.put("half"), go.get()][0])
-    DiskCache(root, full=False).read(key, ONE, lambda: NUMBERS)
-
-
-@pytest.fixture
-def maker(tmp_path: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess, str, "Queue[str]"]]:
-    """A living process that is half-way through the file of a key."""
-    context = multiprocessing.get_context("fork")
-    reached, go, key = context.SimpleQueue(), context.SimpleQueue(), key_of("made")
-    child = context.Process(target=make_half, args=(tmp_path, key, reached, go))
-    child.start()
-    assert reached.get() == "half"
-    yield child, key, go
-    child.kill()
-    child.join()
-
-
-@promise("Data", "SIGKILL while cases are ...")
-@without("unet3d.data.cache.remove_abandoned", nothing)
-def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path: Path, maker: tuple) -> None:
-    child, _, _ = maker
-    cache, unfinished = DiskCache(tmp_path, full=False), [*tmp_path.glob(".*.tmp")]
-    cache.room()
-    assert len(unfinished) == 1 and unfinished[0].exists()
-    child.kill()
-    child.join()
-    files.remove_abandoned.cache_clear()  # as in another process
-    cache.room()
-    assert not [*tmp_path.iterdir()]
+    assert (tmp_path / "b/scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
 
 
 @promise(
@@ -304,16 +191,21 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path
     "several processes that prepare the same cases",
     "a case may be prepared twice, with the same bytes; files are whole at any moment",
 )
-def test_two_that_make_a_key_at_once_both_have_it_whole(tmp_path: Path, maker: tuple) -> None:
-    child, key, go = maker
-    cache = DiskCache(tmp_path, full=True)
-    assert not cache.holds(key)
-    first = cache.read(key, ONE, lambda: NUMBERS)["voxels"]
-    go.put("on")
-    child.join()
-    second = DiskCache(tmp_path, full=True).read(key, ONE, lambda: pytest.fail("made again"))["voxels"]
-    assert child.exitcode == 0 and np.array_equal(first, second) and np.array_equal(first, NUMBERS["voxels"])
-    assert [path.name for path in tmp_path.iterdir()] == [f"{key}.arrays"]
+def test_two_that_make_a_key_at_once_both_have_it_whole(tmp_path: Path) -> None:
+    first, second = DiskCache(tmp_path, full=True), DiskCache(tmp_path, full=True)
+    made = first.read(KEY, ONE, lambda: second.read(KEY, ONE, lambda: NUMBERS))
+    for found in (made, second.read(KEY, ONE, lambda: pytest.fail("made again"))):
+        assert np.array_equal(found["voxels"], NUMBERS["voxels"])
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.arrays"]
+
+
+@promise("Data", "SIGKILL while cases are ...")
+@without("unet3d.data.cache.remove_abandoned", nothing)
+def test_what_the_dead_have_left_takes_no_room(tmp_path: Path) -> None:
+    store, left = DiskCache(tmp_path, full=False), tmp_path / f".unet3d-{'0' * 16}.tmp"
+    left.touch()
+    assert store.room() > 0
+    assert not left.exists()
 
 
 def blind_to_files(hashes: object, *options: object) -> str:
@@ -330,66 +222,33 @@ def blind_to_options(hashes: object, *options: object) -> str:
 @without("unet3d.data.prepare.key_of", blind_to_files)
 @without("unet3d.data.prepare.key_of", blind_to_options)
 def test_files_and_options_that_change_have_other_entries(data: Data) -> None:
-    root = Path(data.cache_root or "")
-    data.intensity = "none"
-    first = ready(data)
-    old, count = first.read(first.train[0]), len([*root.iterdir()])
+    assert are_as_prepared(data)
+    assert len(entries(data)) == 2
     write(Path(data.root or "") / "imagesTr/a.nii.gz", image(SHAPE, seed=9))
-    second = ready(data)
-    assert np.array_equal(second.read(second.train[0]).image[0], image(SHAPE, seed=9)[::-1, ::-1])
-    assert len([*root.iterdir()]) == count + 1
-    write(Path(data.root or "") / "imagesTr/a.nii.gz", image(SHAPE, seed=0))
-    third = ready(data)
-    assert equal(third.read(third.train[0]), old) and len([*root.iterdir()]) == count + 1
-    data.intensity = "zscore"
-    fourth = ready(data)
-    assert abs(fourth.read(fourth.train[0]).image.mean()) < 1e-5 and len([*root.iterdir()]) == count + 5
-    data.ignore = 200
-    ready(data)
-    assert len([*root.iterdir()]) == count + 9
-    data.affine = "qform"
-    ready(data)
-    assert len([*root.iterdir()]) == count + 13
-
-
-def test_the_scale_of_ct_follows_the_training_cases(data: Data) -> None:
-    """So does every image; its training cases are not read again for it."""
-    first = ready(data)
-    assert first.read.intensity[0].kind == "ct"
-    data.fold, data.folds = 0, 2
-    second = ready(data)
-    data.cache = "off"
-    third = ready(data)
-    assert second.read.intensity == third.read.intensity != first.read.intensity
-    assert all(equal(second.read(one), third.read(one)) for one in second.train)
+    assert are_as_prepared(data)
+    assert len(entries(data)) == 3
+    for count, (name, value) in enumerate((("intensity", "none"), ("ignore", 200), ("affine", "qform")), start=1):
+        data = replace(data, **{name: value})
+        assert are_as_prepared(data)
+        assert len(entries(data)) == 3 + 2 * count
 
 
 @promise("Data", "a file or an ...")
+@without("unet3d.data.prepare.have_changed", no)
 def test_a_file_that_changes_while_it_is_prepared_is_not_kept(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header, hash and voxels are of the same file."""
     read = prepare.read_volume
 
-    def then_changed(one: Case, *of: object) -> object:
-        volume = read(one, *of)  # type: ignore[arg-type]
+    def then_changed(one: Case, *of: Any) -> object:
+        volume = read(one, *of)
         if one.id == "b":
             write(one.images[0], image(SHAPE, seed=9))
         return volume
 
-    data.intensity = "zscore"
     monkeypatch.setattr(prepare, "read_volume", then_changed)
-    with pytest.raises(UserError, match=r"^b: .*imagesTr/b\.nii\.gz: [^\n]*$"):
-        ready(data)
-    assert len(entries(Path(data.cache_root or ""))) == 3
-
-
-class Command:
-    """Runs where it is unpickled."""
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, ("pickle-ran",)
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(UserError, match=r"^b: .*imagesTr/b\.nii\.gz: changed [^\n]*; start again$"):
+        prepare_data(data)
+    assert len(entries(data)) == 1
 
 
 def flip(path: Path) -> None:
@@ -398,52 +257,26 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def be_a_pipe(path: Path) -> None:
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
     path.unlink()
-    os.mkfifo(path)
+    make(path)
 
 
-def be_a_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
+def smaller(path: Path) -> None:
+    """Write an image of another size, with digests that are right."""
+    shapes = {"image": (1, 2, 2, 2)}
+    DiskCache(path.parent, full=False).read(path.stem, shapes, lambda: {"image": np.ones(shapes["image"])})
 
 
-def be_a_pickle(path: Path) -> None:
-    path.write_bytes(pickle.dumps(Command()))
-
-
-def hold_objects(path: Path) -> None:
-    with path.open("wb") as file:
-        np.save(file, np.array([Command()], object), allow_pickle=True)
-
-
-def pair_of(root: Path, cache: str) -> Data:
-    """Return the two cases of `pair`, in a copy of its folder."""
-    return Data("decathlon", str(root / "set"), cache=cache, cache_root=str(root / "cache"), intensity="zscore")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two cases, and with what is kept of them on disk: copy it to change it."""
-    root = tmp_path_factory.mktemp("pair")
-    decathlon(root / "set", ("a", "b"), SHAPE)
-    ready(pair_of(root, "disk"))
-    return root
-
-
-def seal(content: bytes) -> bytes:
-    """Return content behind digests that are right."""
-    file = io.BytesIO(bytes(2 * cache.DIGEST) + content)
-    return cache._digest(file, full=False) + cache._digest(file, full=True) + content
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def be_a_foreign_array(path: Path) -> None:
-    with path.open("wb") as file:
-        np.save(file, np.zeros(3))
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "flip": flip,
+    "empty": lambda path: path.write_bytes(b""),
+    "absent": Path.unlink,
+    "pipe": lambda path: replaced(path, os.mkfifo),
+    "link": lambda path: replaced(path, lambda path: path.symlink_to("/dev/zero")),
+    "of another size": lambda path: replaced(path, smaller),
+}
 
 
 @promise("data sets", "no link in `data.cache_root` ...")
@@ -454,30 +287,36 @@ def be_a_foreign_array(path: Path) -> None:
     "prepared again",
 )
 @without("unet3d.data.cache.DiskCache._compare", nothing, only="flip")
-@pytest.mark.parametrize(
-    "damage",
-    [cut, flip, empty, be_a_pickle, hold_objects, be_a_foreign_array, Path.unlink, be_a_pipe, be_a_link],
-    ids=lambda damage: damage.__name__,
-)
-def test_a_damaged_file_is_made_again_and_never_run(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    root = tmp_path / "cache"
-    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
-    sound = ready(pair_of(tmp_path, "memory"))
-    for path in [*root.glob("*.arrays")]:
-        damage(path)
-    saved, rebuilt = entries(root), ready(pair_of(tmp_path, "disk"))
-    assert all(equal(rebuilt.read(one), sound.read(one)) for one in (*sound.train, *sound.val))
-    assert not (tmp_path / "pickle-ran").exists() and len(entries(root)) == 2
-    assert not {*saved.values()} & {*entries(root).values()}
+@pytest.mark.parametrize("kind", [*DAMAGE])
+def test_a_damaged_file_is_made_again(data: Data, kind: str) -> None:
+    prepare_data(data)
+    for name in entries(data):
+        DAMAGE[kind](Path(data.cache_root or "") / name)
+    damaged = entries(data)
+    assert are_as_prepared(data)
+    assert len(entries(data)) == 2 and not {*damaged.values()} & {*entries(data).values()}
+
+
+def seal(content: bytes) -> bytes:
+    """Return content behind digests that are right."""
+    file = io.BytesIO(bytes(2 * cache.DIGEST) + content)
+    return cache._digest(file, full=False) + cache._digest(file, full=True) + content
+
+
+class Command:
+    """Runs where it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("pickle-ran",)
 
 
 def loaded(file: IO[bytes], shapes: object) -> dict[str, np.ndarray]:
-    """Read an array as numpy does when it is told to trust the file."""
+    """Read a file as numpy does when it is told to trust it."""
     file.seek(2 * cache.DIGEST)
     return {"voxels": np.load(file, allow_pickle=True)}
+
+
+FORGED = [np.array(shape, np.int64).tobytes() for shape in ((-1, 20), (2**62, 2**62), (2, 2**20), ())]
 
 
 @promise(
@@ -485,45 +324,20 @@ def loaded(file: IO[bytes], shapes: object) -> dict[str, np.ndarray]:
     "files of `data.cache=disk` are mapped as numbers; archives, pickles, objects and arrays of other "
     "sizes are not used, whatever their digests say",
 )
-@without("unet3d.data.cache._mapped", loaded)
-def test_digests_of_a_stranger_cannot_make_it_load_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / f"{key_of('a')}.arrays"
-    for damage in (be_a_pickle, hold_objects):
-        damage(path)
-        path.write_bytes(seal(path.read_bytes()))
-        found = DiskCache(tmp_path, full=True).read(key_of("a"), ONE, lambda: NUMBERS)["voxels"]
-        assert np.array_equal(found, NUMBERS["voxels"]) and not (tmp_path / "pickle-ran").exists()
-
-
-def half(array: np.ndarray) -> np.ndarray:
-    return array[..., : array.shape[-1] // 2]
-
-
-@promise("data sets", "files of `data.cache=disk` are ...")
-@promise("Data", "a prepared file that ...")
-@pytest.mark.parametrize("name", ["image", "label", "centres", "digest"])
-def test_arrays_that_cannot_be_the_case_are_made_again_though_their_digests_are_right(
-    pair: Path, tmp_path: Path, name: str
+@without("unet3d.data.cache._mapped", loaded, only="pickle")
+@pytest.mark.parametrize(
+    "content",
+    [pickle.dumps(Command()), *FORGED],
+    ids=["pickle", "negative", "overflow", "beyond", "none"],
+)
+def test_digests_of_a_stranger_cannot_make_it_load_objects_or_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    shapes = {"image": (1, *SHAPE), "label": SHAPE, "centres": (None, 4), "replaced": (), "digest": (DIGEST,)}
-    shutil.copytree(pair, tmp_path, dirs_exist_ok=True)
-    sound = ready(pair_of(tmp_path, "memory"))
-    store = DiskCache(tmp_path / "cache", full=False)
-    for path in (tmp_path / "cache").glob("*.arrays"):
-        with path.open("rb") as file:
-            arrays = cache._mapped(file, shapes)
-        store._write(path.stem, arrays | {name: half(arrays[name])}, shapes)
-    rebuilt = ready(pair_of(tmp_path, "disk"))
-    assert all(equal(rebuilt.read(one), sound.read(one)) for one in (*sound.train, *sound.val))
-
-
-@pytest.mark.parametrize("shape", [(-1, 20), (2**62, 2**62), (2, 2**20), ()])
-def test_an_array_with_a_forged_shape_is_made_again(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    content = np.array(shape, np.int64).tobytes()
-    (tmp_path / f"{key_of('a')}.arrays").write_bytes(seal(content))
-    found = DiskCache(tmp_path, full=True).read(key_of("a"), ONE, lambda: NUMBERS)["voxels"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{KEY}.arrays").write_bytes(seal(content))
+    found = DiskCache(tmp_path, full=True).read(KEY, ONE, lambda: NUMBERS)["voxels"]
     assert np.array_equal(found, NUMBERS["voxels"])
+    assert not Path("pickle-ran").exists()
 
 
 @promise(
@@ -533,16 +347,16 @@ def test_an_array_with_a_forged_shape_is_made_again(tmp_path: Path, shape: tuple
 @promise("Data", "a link or a folder in place of a prepared case", "replaced; refused; nothing behind it is touched")
 def test_a_link_is_replaced_and_what_is_behind_it_stays(tmp_path: Path) -> None:
     """Whoever may write to a cache that is shared may not make others read and write files of their own."""
-    store, victim, path = DiskCache(tmp_path, full=False), tmp_path / "mine", tmp_path / f"{key_of('a')}.arrays"
-    store.read(key_of("b"), ONE, lambda: {"voxels": NUMBERS["voxels"] + 1})
-    (tmp_path / f"{key_of('b')}.arrays").rename(victim)
+    store, victim, path = DiskCache(tmp_path, full=False), tmp_path / "mine", tmp_path / f"{KEY}.arrays"
+    store.read(KEY, ONE, lambda: {"voxels": NUMBERS["voxels"] + 1})
+    path.rename(victim)
     before = victim.read_bytes()
     path.symlink_to(victim)
-    assert np.array_equal(store.read(key_of("a"), ONE, lambda: NUMBERS)["voxels"], NUMBERS["voxels"])
+    assert np.array_equal(store.read(KEY, ONE, lambda: NUMBERS)["voxels"], NUMBERS["voxels"])
     assert victim.read_bytes() == before and not path.is_symlink()
-    (tmp_path / f"{key_of('c')}.arrays").mkdir()
+    replaced(path, Path.mkdir)
     with pytest.raises(UserError, match=r"^data\.cache=disk: .* \(Is a directory\); .*data\.cache_root=PATH$"):
-        store.read(key_of("c"), ONE, lambda: NUMBERS)
+        store.read(KEY, ONE, lambda: NUMBERS)
 
 
 digest = cache._digest
@@ -557,47 +371,38 @@ def of_samples(file: IO[bytes], full: bool) -> bytes:
 @without("unet3d.data.cache._digest", of_samples)
 def test_bytes_between_the_sampled_ones_are_compared_on_request(tmp_path: Path) -> None:
     arrays = {"voxels": np.zeros((2, 10**6), np.float32)}
-    path = tmp_path / f"{key_of('a')}.arrays"
     for full in (False, True):
-        DiskCache(tmp_path, full).read(key_of("a"), ONE, lambda: arrays)
-        with path.open("r+b") as file:
+        DiskCache(tmp_path, full).read(KEY, ONE, lambda: arrays)
+        with (tmp_path / f"{KEY}.arrays").open("r+b") as file:
             file.seek(10**5)
             file.write(b"\xff")
-        found = DiskCache(tmp_path, full).read(key_of("a"), ONE, lambda: arrays)["voxels"]
-        assert found.any() != full
+        assert DiskCache(tmp_path, full).read(KEY, ONE, lambda: arrays)["voxels"].any() != full
 
 
 @promise("Data", "a prepared file that ...")
 def test_a_cache_that_is_removed_during_a_run_is_made_again(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "can_stay_mapped", lambda cases: False)
-    found = ready(data)
+    monkeypatch.setattr(cache, "can_stay_mapped", no)
+    found = prepare_data(data)
     before = found.read(found.train[0])
-    shutil.rmtree(data.cache_root or "")
-    Path(data.cache_root or "").mkdir()
+    for name in entries(data):
+        (Path(data.cache_root or "") / name).unlink()
     again = found.read(found.train[0])
     assert again is not before and equal(again, before)
 
 
 @promise("Data", "a cache's disk that ...")
-@pytest.mark.slow
-def test_a_disk_that_fills_while_preparing_is_one_line_and_nothing_half(small_disk: Path, tmp_path: Path) -> None:
-    words = [*TINY, "data.phantom.cases=2", f"data.root={tmp_path / 'phantom'}", "data.cache=disk", "steps=2"]
-    words += [f"data.cache_root={small_disk}/cache", "hydra.run.dir=run"]
-    done = train(tmp_path, *words, hook=functools.partial(fill_at, small_disk))
-    assert done.code == 2 and "Traceback" not in done.err
-    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    place = f"error: data.cache=disk: {small_disk}/cache: "
-    assert told([line], [[place, "(No space left on device)", "data.cache_root=PATH"]])
-    assert status(tmp_path / "run").startswith(line)
-    left = entries(small_disk / "cache")
-    assert len(left) == 1 and all(name.endswith(".arrays") for name in left)
+def test_a_disk_that_fills_while_preparing_is_one_line_and_nothing_half(
+    data: Data, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data.cache_root = str(small_disk / "cache")
+    monkeypatch.setattr(cache, "write_array", cache.write_array)
+    call(cache, "write_array", ARRAYS + 2, lambda: fill(small_disk))  # as the second case is written
+    wanted = rf"^data\.cache=disk: {small_disk}/cache: .*\(No space left on device\); .*data\.cache_root=PATH$"
+    with pytest.raises(UserError, match=wanted):
+        prepare_data(data)
+    assert len(entries(data)) == 1 and all(name.endswith(".arrays") for name in entries(data))
     (small_disk / "filler").unlink()
-    assert train(tmp_path, *words).code == 0
-
-
-def fill_at(disk: Path) -> None:
-    """The disk is full as the second case is written."""
-    call(cache, "write_array", ARRAYS + 2, lambda: fill(disk))
+    assert are_as_prepared(data)
 
 
 def endless(cache: DiskCache) -> int:
@@ -608,27 +413,25 @@ def endless(cache: DiskCache) -> int:
 @promise("Data", "a cache's disk that is full; a folder that cannot be used", "one line, and no unfinished case")
 @without("unet3d.data.cache.DiskCache.room", endless)
 def test_too_small_a_disk_is_refused_before_a_case_is_written(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    data.intensity = "zscore"
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=2, f_frsize=2**9))
     with pytest.raises(UserError, match=r"^data\.cache=disk: .*/cache: 0\.1 MiB .* 0\.0 MiB .*data\.cache_root$"):
-        ready(data)
-    assert not entries(Path(data.cache_root or ""))
+        prepare_data(data)
+    assert not entries(data)
 
 
 @promise("Data", "a cache's disk that ...")
-def test_a_folder_that_cannot_be_used_is_one_line(data: Data, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    data.cache_root = str(tmp_path / "file")
-    with pytest.raises(UserError, match=r"^data\.cache=disk: .*/file: .*\(File exists\); .*data\.cache_root=PATH$"):
-        ready(data)
+def test_a_folder_that_cannot_be_used_is_one_line(data: Data) -> None:
+    data.cache_root = f"{data.root}/dataset.json"
+    with pytest.raises(UserError, match=r"^data\.cache=disk: .*json: .*\(File exists\); .*data\.cache_root=PATH$"):
+        prepare_data(data)
 
 
 make_folder = Path.mkdir
 
 
-def open_to_all(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+def open_to_all(path: Path, mode: int = 0o777, **named: bool) -> None:
     """Make a folder that anybody may read."""
-    make_folder(path, parents=parents, exist_ok=exist_ok)
+    make_folder(path, **named)
 
 
 @promise("data sets", "the default folder of `data.cache=disk` is made for its owner alone")
@@ -637,12 +440,9 @@ def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.folder(None) == tmp_path / "unet3d" and cache.folder("a") == Path("a")
     DiskCache(cache.folder(None), full=False)
-    assert (tmp_path / "unet3d").stat().st_mode & 0o77 == 0, "for its owner alone"
+    assert (tmp_path / "unet3d").stat().st_mode & 0o77 == 0
 
 
-@pytest.mark.parametrize(("written", "now"), [("true", "memory"), ("false", "off"), ("off", "off"), ("disk", "disk")])
+@pytest.mark.parametrize(("written", "now"), [("true", "memory"), ("false", "off"), ("disk", "disk")])
 def test_off_may_be_what_yaml_makes_of_it(written: str, now: str) -> None:
     assert compose.compose([f"data.cache={written}"]).data.cache == now
-    assert Data(cache=written == "true").cache == ("memory" if written == "true" else "off")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"^data\.cache=dsk: .*\bmemory, disk, off\b.*\bdisk\?$"):
-        compose.compose(["data.cache=dsk"])

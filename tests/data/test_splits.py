@@ -143,25 +143,24 @@ def test_a_split_file_that_cannot_be_followed_is_refused(tmp_path: Path, content
     assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize(
-    ("ids", "data", "wanted"),
-    [
-        (IDS, Data(fold=0, folds=14), r"^data\.folds=14 .*\b13 labelled cases.*data\.folds=13$"),
-        (IDS, Data(fold=0, folds=8, groups=BY_NAME), r"^data\.folds=8 .*7 groups.*data\.folds=7$"),
-        (["a"], Data(), r"^T: 1 .*data\.semi=true"),
-        (["a", "b"], Data(split="no.json"), r"^no\.json: .*data/README\.md"),
-        (["a", "b"], Data(split="splits_final.pkl"), r"^data\.split=splits_final\.pkl: a pickle .*JSON"),
-        (IDS, Data(groups="("), r"^data\.groups=\(: .*case,group"),
-        (IDS, Data(groups="^q"), r"^data\.groups=\^q: .*p0_scan0"),
-        (IDS, Data(groups="^p"), r"^data\.groups=\^p: .*one group"),
-        (IDS, Data(groups="g.txt"), r"g\.txt: no such file.*p0_scan0.*case,group"),
-        (IDS, Data(groups="g.csv"), r"g\.csv: no such file.*case,group"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_split_that_cannot_be_made_is_refused(ids: list[str], data: Data, wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted):
-        parts(data, ids)
+IMPOSSIBLE = r"""
+13 | {"fold": 0, "folds": 14} | ^data\.folds=14 .*\b13 labelled cases.*data\.folds=13$
+13 | {"fold": 0, "folds": 8, "groups": "^p[0-9]+"} | ^data\.folds=8 .*7 groups.*data\.folds=7$
+1 | {} | ^T: 1 .*data\.semi=true
+13 | {"split": "no.json"} | ^no\.json: .*data/README\.md
+13 | {"split": "splits_final.pkl"} | ^data\.split=splits_final\.pkl: a pickle .*JSON
+13 | {"groups": "("} | ^data\.groups=\(: .*case,group
+13 | {"groups": "^q"} | ^data\.groups=\^q: .*p0_scan0
+13 | {"groups": "^p"} | ^data\.groups=\^p: .*one group
+13 | {"groups": "g.txt"} | g\.txt: no such file.*p0_scan0.*case,group
+13 | {"groups": "g.csv"} | g\.csv: no such file.*case,group
+"""
+
+
+@pytest.mark.parametrize(("count", "options", "wanted"), table(IMPOSSIBLE, 2))
+def test_a_split_that_cannot_be_made_is_refused(count: str, options: str, wanted: list[str]) -> None:
+    with pytest.raises(UserError, match=wanted[0]):
+        parts(Data(**json.loads(options)), IDS[: int(count)])
 
 
 @promise(
