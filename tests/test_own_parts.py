@@ -13,6 +13,7 @@ import torch
 import yaml
 from guards import none, without
 from promises import promise
+from tables import cases
 from training import PLAIN, ROOT, TINY, face, planned, records, status
 from training import train as fork
 
@@ -184,25 +185,6 @@ def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, t
     assert [r["step"] for r in records(copy) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
-def test_a_planted_path_is_not_imported(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "planted.py").write_text("raise SystemExit('it ran')")
-    monkeypatch.syspath_prepend(tmp_path)
-    planted = tmp_path / "run"
-    shutil.copytree(here / "run", planted)
-    for name in ("overrides.yaml", "config.yaml"):
-        file = planted / name
-        file.write_text(file.read_text().replace("own_parts:Network", "planted:Network"))
-    for words in ([], list(OWN[1:])):
-        with pytest.raises(UserError, match=r"\bmodel\.path=planted:Network\b"):
-            compose.resumed(planted, compose.compose_tree(words))
-    with pytest.raises(UserError, match=r"\bmodel\.path: planted:Network -> own_parts:Network\b"):
-        compose.resumed(planted, compose.compose_tree(OWN))
-    assert face("report", planted) == 0, capsys.readouterr().err
-
-
 def test_predict_and_publish_take_the_network_that_the_command_line_names(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,22 +200,17 @@ def test_predict_and_publish_take_the_network_that_the_command_line_names(
 
 
 @pytest.mark.slow
-def test_its_memory_is_explained(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [NETWORK, "model.norm=batch", "loss=mine", "--config-dir", "conf"]
-    assert face("memory", *TINY, *PLAIN, *words, "-o", tmp_path / "out") == 0
-    shown = capsys.readouterr()
-    assert "own_parts:Network" in shown.out and "first" in shown.out and "activations" in shown.out
-    assert not re.search(r"\blevel \d", shown.out), "it has none"
-    assert all(name in shown.err for name in ("model.features", "model.norm", "model.path"))
-    assert shown.err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_what_fits_it_and_its_curves_are_found(
+def test_its_memory_is_explained_and_what_fits_it_and_its_curves_are_found(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("BATCHES", "SIZES"):
         monkeypatch.setattr(f"unet3d.cli.memory_answers.{name}", (1, 2))
+    words = [NETWORK, "model.norm=batch", "loss=mine", "--config-dir", "conf"]
+    assert face("memory", *TINY, *PLAIN, *words, "-o", tmp_path) == 0
+    shown = capsys.readouterr()
+    assert "own_parts:Network" in shown.out and "first" in shown.out and "activations" in shown.out
+    assert not re.search(r"\blevel \d", shown.out), "it has none"
+    assert all(name in shown.err for name in ("model.features", "model.norm", "model.path"))
     assert face("memory", *TINY, *PLAIN, NETWORK, "--curves", "-o", tmp_path) == 0
     assert (tmp_path / "curves.csv").read_text().count("\n") == 5
     assert face("memory", "fit", *TINY, *PLAIN, NETWORK, "budget=1GiB") == 0
@@ -253,20 +230,27 @@ def test_a_sequence_of_stages_can_be_checkpointed(here: Path) -> None:
         choose_segments(config, options)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("no_such_package:name", "No module named 'no_such_package'"),
-        ("own_parts:nothing", "own_parts "),  # the module, beside the whole path
-        ("own_parts:constant", "constant "),
-        ("own_parts:number", "int, "),
-    ],
-)
-def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], path: str, message: str) -> None:
-    assert face("memory", *TINY, f"model.path={path}") == 2
-    error = capsys.readouterr().err
-    assert f"model.path={path}" in error and message in error
-    assert len([line for line in error.splitlines() if "model.features" not in line]) == 1
+PARTS_THAT_DO_NOT_SUIT = """
+model.path=no_such_package:name | No module named 'no_such_package'
+model.path=own_parts:nothing | own_parts
+model.path=own_parts:constant | constant
+model.path=own_parts:number | int,
+model.path=own_parts:half | (1, 4, 8, 8, 8)
+model.path=own_parts:more | (1, 5, 16, 16, 16)
+model.path=own_parts:several | list
+model.path=own_parts:flat | (1, 16384)
+model.path=own_parts:frozen | gradient
+model.path=own_parts:lazy | lazy
+model.path=own_parts:empty | no parameters
+model.path=own_parts:exits | (7)
+model.path=own_parts:needs | needs(in_channels, classes)
+loss.path=own_parts:vector | shape (1,)
+loss.path=own_parts:text | str
+loss.path=own_parts:detached | gradient
+loss.path=own_parts:empty | empty(logits, label, options)
+loggers=[own_parts:vector] | vector(config, folder)
+data.transforms=[own_parts:empty] | empty(image, label, rng)
+"""
 
 
 @promise(
@@ -275,32 +259,13 @@ def test_a_wrong_path_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]
     "no number or has no gradient; a part that cannot be called",
     "exit 2 before the run with option, part and what it is to return",
 )
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("model.path=own_parts:half", "(1, 4, 8, 8, 8)"),
-        ("model.path=own_parts:more", "(1, 5, 16, 16, 16)"),
-        ("model.path=own_parts:several", "list"),
-        ("model.path=own_parts:flat", "(1, 16384)"),
-        ("model.path=own_parts:frozen", "gradient"),
-        ("model.path=own_parts:lazy", "lazy"),
-        ("model.path=own_parts:empty", "no parameters"),
-        ("model.path=own_parts:exits", "(7)"),
-        ("model.path=own_parts:needs", "needs(in_channels, classes)"),
-        ("loss.path=own_parts:vector", "shape (1,)"),
-        ("loss.path=own_parts:text", "str"),
-        ("loss.path=own_parts:detached", "gradient"),
-        ("loss.path=own_parts:empty", "empty(logits, label, options)"),
-        ("loggers=[own_parts:vector]", "vector(config, folder)"),
-        ("data.transforms=[own_parts:empty]", "empty(image, label, rng)"),
-    ],
-)
-def test_a_part_that_does_not_suit_is_one_line_before_a_run(here: Path, word: str, said: str) -> None:
-    config = compose.compose([*TINY, *PLAIN, "model.path=own_parts:convolution", word, "dry_run=true"])
+@pytest.mark.parametrize(("words", "parts"), cases(PARTS_THAT_DO_NOT_SUIT))
+def test_a_part_that_does_not_suit_is_one_line_before_a_run(here: Path, words: list[str], parts: list[str]) -> None:
+    config = compose.compose([*TINY, *PLAIN, "model.path=own_parts:convolution", *words, "dry_run=true"])
     with pytest.raises(UserError) as refused:
         preflight(config, build.model_config_from_headers(config))
     line = str(refused.value)
-    assert line.startswith(word.replace("[", "").replace("]", "")) and said in line and "\n" not in line, line
+    assert line.startswith(words[0].replace("[", "").replace("]", "")) and parts[0] in line and "\n" not in line, line
 
 
 @promise("Training", "a network of one's ...")
@@ -330,20 +295,18 @@ def keep_words() -> None:
     lifecycle.run_process = keep
 
 
-def test_a_yaml_in_a_folder_of_ones_own_names_a_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = planned([*TINY, "--config-dir", "conf", "loss=mine", "dry_run=true"])
-    assert asked.config.loss.path == "own_parts:focal"
-    assert face("memory", *TINY, "loss=mine", "--config-dir", "nowhere") == 2
-    assert "--config-dir=nowhere" in capsys.readouterr().err
-    done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "-m", "hydra.sweep.dir=sweep", hook=keep_words)
+def test_a_yaml_in_a_folder_of_ones_own_names_a_loss(here: Path) -> None:
+    """Also to the job of a sweep, and to the command that a report shows."""
+    mine = ["--config-dir=conf", "loss=mine"]
+    done = fork(here, *TINY, *mine, "-m", "hydra.sweep.dir=sweep", hook=keep_words)
     assert done.code == 0, done.err
     command = json.loads((here / "words.json").read_text())
     assert command[:3] == [sys.executable, "-m", "unet3d.cli.train"]
     assert planned(command[3:]).config.loss.path == "own_parts:focal"
-    done = fork(here, *TINY, "--config-dir=conf", "loss=mine", "dry_run=true", "hydra.run.dir=dry")
+    done = fork(here, *TINY, *mine, "dry_run=true", "hydra.run.dir=dry")
     assert done.code == 0, done.err
     words = yaml.safe_load((here / "dry" / "overrides.yaml").read_text())
-    assert compose.compose(words).loss.path == "own_parts:focal", "the report's command names the folder, too"
+    assert compose.compose(words).loss.path == "own_parts:focal"
 
 
 ALL_ANSWERS = """

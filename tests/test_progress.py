@@ -5,22 +5,19 @@ import re
 import sys
 from itertools import chain, groupby
 from pathlib import Path
-from unittest.mock import Mock
 
 import nibabel as nib
 import numpy as np
 import pytest
-from guards import nothing
 from promises import promise
 from rich.console import Console as Terminal
 from training import TINY, face, train
 
 from unet3d.base import progress
 from unet3d.base.progress import Counter
-from unet3d.data.cases import Case
-from unet3d.run.validation import evaluate
 
 Line = tuple[str, list[str]]  # what is counted, and the numbers behind it
+SHOWN_AGAIN = "\x1b[?25h"  # the cursor, once a bar is removed
 
 
 @pytest.fixture(autouse=True)
@@ -35,37 +32,48 @@ def lines(text: str) -> list[Line]:
     return [(what, re.findall(r"\d+(?::\d+)*", rest)) for what, _, rest in parts]
 
 
-def printed(total: int | None, seconds: list[float]) -> list[Line]:
-    """Return the plain lines of a counter that advances at these times."""
-    file, times = io.StringIO(), [0.0]
-    counter = Counter("validation", total, Terminal(file=file, width=40), clock=lambda: times[-1])
-    for now in seconds:
-        times.append(now)
-        counter.advance()
-    counter.close()
-    return lines(file.getvalue())
+class Watched:
+    """A counter with a clock that a test sets, and what it prints."""
+
+    def __init__(self, total: int | None, what: str = "validation", is_terminal: bool = False) -> None:
+        self.file, self.now = io.StringIO(), 0.0
+        self.file.isatty = lambda: is_terminal  # type: ignore[method-assign]
+        self.counter = Counter(what, total, Terminal(file=self.file, width=80), clock=lambda: self.now)
+
+    def advance_at(self, *seconds: float) -> None:
+        for self.now in seconds:
+            self.counter.advance()
+
+    @property
+    def printed(self) -> list[list[str]]:
+        """The numbers of each line, once the counter is closed."""
+        self.counter.close()
+        return [numbers for _, numbers in lines(self.file.getvalue())]
 
 
-def test_quick_work_prints_nothing() -> None:
-    assert printed(4, [1, 2, 3, 4]) == []
-
-
-def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end() -> None:
-    assert printed(10, [2, 4, 6, 8, 22, 30]) == [
-        ("validation", ["3", "10", "0:00:14"]),
-        ("validation", ["5", "10", "0:00:22"]),
-    ]
-    assert printed(2, [100, 200]) == [("validation", ["1", "2", "0:01:40"])]
-    assert printed(None, [6]) == [("validation", ["1", "0:00:06"])]
+@pytest.mark.parametrize(
+    ("total", "seconds", "printed"),
+    [
+        (4, [1, 2, 3, 4], []),
+        (10, [2, 4, 6, 8, 22, 30], [["3", "10", "0:00:14"], ["5", "10", "0:00:22"]]),
+        (2, [100, 200], [["1", "2", "0:01:40"]]),
+        (None, [6], [["1", "0:00:06"]]),
+    ],
+    ids=["quick", "long", "two", "without an end"],
+)
+def test_long_work_says_how_much_is_left_now_and_then_and_not_at_its_end(
+    total: int | None, seconds: list[float], printed: list[list[str]]
+) -> None:
+    watched = Watched(total)
+    watched.advance_at(*seconds)
+    assert watched.printed == printed
 
 
 def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> None:
-    file, times = io.StringIO(), [0.0]
-    counter = Counter("a\x1b[2Jb\r:skull:", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
-    times.append(6)
-    counter.advance()
-    counter.close()
-    assert lines(file.getvalue()) == [(r"a\x1b[2Jb\r:skull:", ["1", "3", "0:00:12"])]
+    watched = Watched(3, "a\x1b[2Jb\r:skull:")
+    watched.advance_at(6)
+    assert lines(watched.file.getvalue()) == [(r"a\x1b[2Jb\r:skull:", ["1", "3", "0:00:12"])]
+    watched.counter.close()
     with progress.counting("a\x1b[2Jb", 3) as bar:
         bar.advance("c\x1b[2Jd")
         with progress.counting("more"):  # draws all bars
@@ -79,25 +87,24 @@ def test_what_is_counted_cannot_command_a_terminal(terminal: io.StringIO) -> Non
     "a line now and then says that it goes on",
 )
 def test_one_part_that_takes_long_is_said_to_go_on() -> None:
-    file, times = io.StringIO(), [0.0]
-    counter = Counter("networks", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
-    for second in (1, 6, 7, 22):
-        times.append(second)
+    watched = Watched(3)
+    for watched.now in (1, 6, 7, 22):
         progress.beat()
-    counter.close()
-    assert lines(file.getvalue()) == [("networks", ["0", "3", "0:00:06"]), ("networks", ["0", "3", "0:00:22"])]
+    assert watched.printed == [["0", "3", "0:00:06"], ["0", "3", "0:00:22"]]
     progress.beat()  # of no counter
 
 
-def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(terminal: io.StringIO) -> None:
-    with progress.counting("training", 3) as outer:
-        outer.advance("loss 0.5")
-        for _ in progress.track("ab", "validation", 2):
-            assert list(progress.parts("cd")) == ["c", "d"]
-    assert outer.done == 1
-    shown = terminal.getvalue()
-    assert "training" in shown and "validation" in shown and "loss 0.5" in shown
-    assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
+def test_a_part_that_lasts_says_how_much_is_left_of_all_and_how_much_of_it_is_done() -> None:
+    watched = Watched(2)
+    for share in progress.parts([0.25, 0.5, 0.75, 1.0]):
+        watched.now = 20 * share
+    assert watched.printed == [["0", "2", "0:00:35"], ["0", "2", "0:00:20"]]
+    watched = Watched(3)
+    watched.counter.advance()
+    for _ in progress.parts(range(0, 10, 4), "windows", 10):
+        watched.now += 20
+    assert [numbers[:4] for numbers in watched.printed] == [["1", "3", done, "10"] for done in ("4", "8", "10")]
+    assert [*progress.parts("ab")] == ["a", "b"], "of no counter"
 
 
 @pytest.mark.parametrize(("is_terminal", "kind"), [(False, "xterm"), (True, "dumb")])
@@ -106,49 +113,32 @@ def test_where_the_cursor_cannot_be_moved_there_are_lines_though_colour_is_force
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", kind)
-    file, times = io.StringIO(), [0.0]
-    file.isatty = lambda: is_terminal  # type: ignore[method-assign]
-    counter = Counter("validation", 2, Terminal(file=file, width=80), clock=lambda: times[-1])
-    times.append(10.0)
-    counter.advance()
-    counter.close()
-    assert not counter.has_bar and "\x1b" not in file.getvalue()
-    assert lines(file.getvalue()) == [("validation", ["1", "2", "0:00:10"])]
+    watched = Watched(2, is_terminal=is_terminal)
+    watched.advance_at(10)
+    assert not watched.counter.has_bar and "\x1b" not in watched.file.getvalue()
+    assert watched.printed == [["1", "2", "0:00:10"]]
 
 
-def test_interrupted_work_removes_its_bar(terminal: io.StringIO) -> None:
-    with pytest.raises(KeyboardInterrupt), progress.counting("searching"):
-        raise KeyboardInterrupt
-    assert terminal.getvalue().endswith("\x1b[?25h")
-    assert list(progress.parts("ab")) == ["a", "b"], "with nothing open they are shares of nothing"
-
-
-def test_a_part_that_lasts_says_how_much_is_left_of_all() -> None:
-    file, times = io.StringIO(), [0.0]
-    counter = Counter("validation", 2, Terminal(file=file, width=40), clock=lambda: times[-1])
-    for share in progress.parts([0.25, 0.5, 0.75, 1.0]):
-        times.append(20 * share)
-    assert lines(file.getvalue()) == [("validation", ["0", "2", "0:00:35"]), ("validation", ["0", "2", "0:00:20"])]
-    counter.close()
-    assert [*progress.parts("ab")] == ["a", "b"]  # counts nothing
-
-
-def test_a_part_that_lasts_says_how_much_of_it_is_done() -> None:
-    file, times = io.StringIO(), [0.0]
-    counter = Counter("predicting cases", 3, Terminal(file=file, width=80), clock=lambda: times[-1])
-    counter.advance()
-    for _ in progress.parts(range(0, 10, 4), "windows", 10):
-        times.append(times[-1] + 20)
-    counter.close()
-    shown = [numbers[:4] for _, numbers in lines(file.getvalue())]
-    assert shown == [["1", "3", done, "10"] for done in ("4", "8", "10")] and "windows" in file.getvalue()
-
-
-def test_a_part_moves_the_bar(terminal: io.StringIO) -> None:
+def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(
+    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progress.counting("training", 3) as outer:
+        outer.advance("loss 0.5")
+        for _ in progress.track("ab", "validation", 2):
+            assert list(progress.parts("cd")) == ["c", "d"]
+    assert outer.done == 1
+    for part in ("training", "validation", "loss 0.5"):
+        assert part in terminal.getvalue()
     with progress.counting("validation", 2) as counter:
         list(progress.parts("ab"))
         with progress.counting("redraws the display"):
-            assert "1/2" in terminal.getvalue() and counter.done == 0
+            assert "1/2" in terminal.getvalue() and counter.done == 0, "a part moves the bar"
+    assert terminal.getvalue().endswith(SHOWN_AGAIN)
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(KeyboardInterrupt), progress.counting("searching") as counter:
+        assert counter.has_bar, "without standard streams, too"
+        raise KeyboardInterrupt
+    assert terminal.getvalue().endswith(SHOWN_AGAIN)
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -157,26 +147,7 @@ def test_what_a_file_gets_does_not_go_to_the_terminal(
 ) -> None:
     with progress.counting("predicting", 1):
         print("out/a.nii.gz", file=getattr(sys, stream))
-    out, err = capsys.readouterr()
-    assert (out if stream == "stdout" else err) == "out/a.nii.gz\n" and "a.nii.gz" not in terminal.getvalue()
-
-
-def test_a_bar_needs_no_standard_streams(terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    with progress.counting("predicting", 1) as counter:
-        assert counter.has_bar
-
-
-def test_a_validation_that_fails_removes_its_bar_before_the_error_is_shown(terminal: io.StringIO) -> None:
-    def fail(_: Case) -> None:
-        raise RuntimeError
-
-    shown = ""
-    try:
-        [*evaluate(Mock(), [Case("a", (), None)], fail, False, "validation", nothing)]
-    except RuntimeError:
-        shown = terminal.getvalue()
-    assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
+    assert getattr(capsys.readouterr(), stream[3:]) == "out/a.nii.gz\n" and "a.nii.gz" not in terminal.getvalue()
 
 
 # --- what shows progress
@@ -187,26 +158,22 @@ def print_each_part() -> None:
     progress.FIRST_LINE = progress.BETWEEN_LINES = -1
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run's folder; beside it, in `err`, what it printed."""
-    place = tmp_path_factory.mktemp("watched")
-    cases = ["data.val_fraction=0.5", "data.sparse=[3,3,3]", "data.intensity=ct"]
-    done = train(place, *TINY, *cases, "hydra.run.dir=run", hook=print_each_part)
-    assert done.code == 0, done.err
-    return place / "run"
-
-
 def counts(text: str) -> list[list[str]]:
-    """Return what the counters of a text count, in turn, as ["1 of 4", "2 of 4"]."""
-    turns = groupby(lines(text), key=lambda line: line[0])
+    """Return what the counters of a text count, in turn, as ["1 of 4", "2 of 4"]; without warnings."""
+    counted = [line for line in lines(text) if line[0] != "warning"]
+    turns = groupby(counted, key=lambda line: line[0])
     return [[" of ".join(numbers[:2]) for _, numbers in turn] for _, turn in turns]
 
 
-def test_a_run_shows_how_its_cases_are_prepared_and_validated(watched: Path) -> None:
-    shown = counts((watched.parent / "err").read_text())
-    of_each_case = [f"{done} of 4" for done in (1, 2, 3)]
-    assert shown[:3] == [of_each_case] * 3, "they are generated, checked, read"
+OF_EACH_CASE = [f"{done} of 4" for done in (1, 2, 3)]
+
+
+def test_a_run_shows_how_its_cases_are_prepared_and_validated(tmp_path: Path) -> None:
+    cases = ["data.val_fraction=0.5", "data.sparse=[3,3,3]", "data.intensity=ct"]
+    done = train(tmp_path, *TINY, *cases, "hydra.run.dir=run", hook=print_each_part)
+    assert done.code == 0, done.err
+    shown = counts(done.err)
+    assert shown[:3] == [OF_EACH_CASE] * 3, "they are generated, checked, read"
     assert shown[3] == ["1 of 2"], "slices are chosen"
     validated = [*chain(*shown[4:])]
     assert "0 of 2" in validated, "within the first volume"
@@ -214,21 +181,27 @@ def test_a_run_shows_how_its_cases_are_prepared_and_validated(watched: Path) -> 
 
 
 def test_the_commands_show_progress_beside_what_they_print(
-    watched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE", -1)
     monkeypatch.setattr(progress, "BETWEEN_LINES", -1)
-    checkpoint, root = watched / "checkpoints" / "last.pt", f"data.root={watched.parent / 'data' / 'phantom'}"
     for name in "ab":
         nib.save(nib.Nifti1Image(np.zeros((9, 9, 20), np.float32), np.eye(4)), tmp_path / f"{name}.nii")
-    assert face("predict", checkpoint, tmp_path / "a.nii", tmp_path / "b.nii", "-o", tmp_path / "made") == 0
+    assert (
+        face(
+            "predict",
+            finished / "checkpoints" / "last.pt",
+            tmp_path / "a.nii",
+            tmp_path / "b.nii",
+            "-o",
+            tmp_path / "made",
+        )
+        == 0
+    )
     shown = capsys.readouterr()
     *maps, summary = shown.out.splitlines()
     assert maps == [str(tmp_path / "made" / f"{name}.nii.gz") for name in "ab"] and "2" in summary
-    lines = [line for line in shown.err.splitlines() if not line.startswith("warning: ")]  # of images unlike training
-    (predicted,) = counts("\n".join(lines))
+    (predicted,) = counts(shown.err)
     assert {*predicted} == {"0 of 2", "1 of 2"}
-    assert face("score", checkpoint, *TINY, root, "data.val_fraction=0.5", "-o", tmp_path / "scores") == 0
-    assert "1 of 2" in counts(capsys.readouterr().err)[-1]
-    assert face("check-data", *TINY, root) == 0
-    assert counts(capsys.readouterr().err) == [[f"{done} of 4" for done in (1, 2, 3)]]
+    assert face("check-data", *TINY, f"data.root={finished.parent / 'data' / 'phantom'}") == 0
+    assert counts(capsys.readouterr().err) == [OF_EACH_CASE]
