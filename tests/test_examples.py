@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,34 +78,6 @@ def test_losses_are_those_without_recompute_and_the_peak_is_smaller(name: str, d
     (plain, plain_peak), (lean, lean_peak) = json.loads(out.read_text())
     assert lean == pytest.approx(plain, rel=ROUNDING)
     assert lean_peak < 0.75 * plain_peak
-
-
-def train_as_rank(rank: int, ports: list[int], words: list[str], out: Path) -> None:
-    """Train in this process, of two, without and with recompute."""
-    torch.set_num_threads(1)
-    search.TRIES = FEW_TRIES
-    main = main_of("monai_loop")
-    losses = []
-    for port, plan in zip(ports, PLANS, strict=True):
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-        losses.append(main([*words, "--plan", plan]))
-    (out / f"{rank}.json").write_text(json.dumps(losses))
-
-
-def test_two_ranks(data: Path, tmp_path: Path) -> None:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
-    words = ["--data", str(data), *WORDS["monai_loop"]]
-    # Daemons end with this process: where a rank hangs, the test fails and pytest does not wait for it for ever.
-    start = torch.multiprocessing.start_processes
-    start(train_as_rank, (ports, words, tmp_path), nprocs=2, start_method="forkserver", daemon=True)
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for plain, lean in results:
-        assert lean == pytest.approx(plain, rel=ROUNDING)
-    assert results[0] != results[1], "each rank has patches of its own"
 
 
 def test_nnunets_trainer(data: Path, tmp_path: Path) -> None:

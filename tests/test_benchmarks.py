@@ -1,4 +1,4 @@
-"""The measurements of `benchmarks/on_cuda.py`, rehearsed on the CPU with tiny networks in real processes."""
+"""`benchmarks/`: the measurements of on_cuda.py rehearsed on the CPU with tiny networks, and the field's table."""
 
 import importlib
 import itertools
@@ -8,38 +8,34 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from training import forked
+from training import ROOT, forked
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "on_cuda.py"
-ROWS = 5  # of a rehearsal: memory, network, lever, shares, windows
-
-
-class Done(NamedTuple):
-    code: int
-    cells: list[list[str]]  # of the Markdown file's tables, without their heads
+SCRIPT = ROOT / "benchmarks" / "on_cuda.py"
+Done = tuple[int, list[list[str]]]  # exit code, and the cells of the Markdown file's tables, without their heads
 
 
 @pytest.fixture
-def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """`python benchmarks/on_cuda.py --device cpu WORDS`, in this process."""
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A function of the name of a module of `benchmarks`, which imports it."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module
+
+
+@pytest.fixture
+def rehearse(script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """`python benchmarks/on_cuda.py --device cpu WORDS`, in this process."""
     monkeypatch.chdir(tmp_path)
-    script = importlib.import_module(SCRIPT.stem)
 
     def measured(*words: str) -> Done:
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "cpu", *words])
-        code = script.main()
-        lines = (tmp_path / "on_cuda.md").read_text().splitlines()
-        rows = [
-            line
-            for line in lines
-            if line.startswith("| ") and not line.startswith(("| config |", "| network |", "|---"))
-        ]
-        return Done(code, [line.strip("| ").split(" | ") for line in rows])
+        code = script(SCRIPT.stem).main()
+        lines = [line for line in Path("on_cuda.md").read_text().splitlines() if line.startswith("| ")]
+        rows = [line.strip("| ").split(" | ") for line in lines]
+        return code, [row for row in rows if row[0] not in ("config", "network")]
 
     return measured
 
@@ -73,9 +69,10 @@ def run_script(words: list[str], *printed: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_rows")
 def test_a_row_that_fails_is_a_line_and_the_others_go_on(rehearse: Callable[..., Done], tmp_path: Path) -> None:
-    done = rehearse("--also", "model=unet_tiny nope=true", "--at-once", "2")
-    (failed, memory, network, lever, shares, windows) = done.cells
-    assert done.code == 1 and failed[0] == "model=unet_tiny nope=true"
+    code, (failed, memory, network, lever, shares, windows) = rehearse(
+        "--also", "model=unet_tiny nope=true", "--at-once", "2"
+    )
+    assert code == 1 and failed[0] == "model=unet_tiny nope=true"
     assert failed[1].startswith("failed: nope: ") and "--help" in failed[1], "its last line"
     tensors, predicted, requested, error = memory[1:5]
     assert tensors == predicted
@@ -87,25 +84,29 @@ def test_a_row_that_fails_is_a_line_and_the_others_go_on(rehearse: Callable[...,
     assert shares[4].count("%") == 8, "the largest other operations"
     page = (tmp_path / "on_cuda.md").read_text()
     assert "CPU" in page.splitlines()[0] and "cuDNN" in page
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["on_cuda.md"]
+    assert [path.name for path in tmp_path.iterdir()] == ["on_cuda.md"]
 
 
-def test_what_the_deadline_cuts_off_is_listed_as_not_run(rehearse: Callable[..., Done]) -> None:
-    done = rehearse("--deadline", "0")
-    assert done.code == 0
-    assert [row[1].partition(":")[0] for row in done.cells] == ["not run"] * ROWS
-
-
-def test_a_row_past_its_limit_failed(rehearse: Callable[..., Done]) -> None:
-    done = rehearse("--limit", "0")
-    assert done.code == 1
-    assert [(row[1].partition(":")[0], " 0 s" in row[1]) for row in done.cells] == [("failed", True)] * ROWS
+@pytest.mark.parametrize(("words", "code", "cell"), [("--deadline 0", 0, "not run"), ("--limit 0", 1, "failed")])
+def test_a_row_for_which_there_is_no_time_is_listed(
+    words: str, code: int, cell: str, rehearse: Callable[..., Done]
+) -> None:
+    """Memory, network, lever, shares and windows."""
+    ended, rows = rehearse(*words.split())
+    assert (ended, [row[1].partition(":")[0] for row in rows]) == (code, [cell] * 5)
 
 
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
     """As a program of its own."""
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent.parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(SCRIPT)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "CUDA" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_predicted_is_a_dash_and_no_number(script: Callable[[str], Any]) -> None:
+    page, entries = script("field_page"), script("field_networks").ENTRIES[:2]
+    results = {entries[0].title: {"cpu bf16": {"parameters": 5, "seconds": 12.4}}}
+    rows = list(page.sources(entries, results))[-2:]
+    assert [row.strip("| ").split(" | ")[-1] for row in rows] == ["12", page.DASH]
