@@ -1,5 +1,7 @@
 """An operation between convolutions, at random sizes, along each axis, in small tiles: as torch computes it."""
 
+import copy
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,18 +13,20 @@ from unet3d.recomputing.trace import trace
 
 SHAPES = ((13, 5, 4), (5, 11, 4), (3, 4, 9))  # rows lie along the longest axis
 TILES = 5  # of the largest map: few rows at a time
-ALL = (0, 1, 2)
 CHANNELS = 4
 Operation = nn.Module | Callable[..., Tensor]
 
 
 class Between(nn.Module):
-    """An operation between convolutions; the first convolution's result may have another reader."""
+    """A copy of an operation between convolutions; the first convolution's result may have another reader."""
 
-    def __init__(self, operation: Operation, inputs: int, outputs: int, is_read_again: bool) -> None:
+    def __init__(self, operation: Operation, is_read_again: bool = False) -> None:
         super().__init__()
+        is_module = isinstance(operation, nn.Module)
+        inputs = 1 if is_module else len(inspect.signature(operation).parameters)
+        outputs = operation(*torch.rand(inputs, 1, CHANNELS, *SHAPES[0])).shape[1]
         self.first = nn.ModuleList(nn.Conv3d(2, CHANNELS, 3, padding=1) for _ in range(inputs))
-        self.operation = operation
+        self.operation = copy.deepcopy(operation)
         self.last = nn.Conv3d(outputs, 3, 3, padding=1)
         self.again = nn.Conv3d(CHANNELS, 2, 1) if is_read_again else None
 
@@ -35,17 +39,20 @@ class Between(nn.Module):
         return logits, self.again(maps[0])
 
 
-def check(operation: Operation, inputs: int = 1, outputs: int = CHANNELS, axes: Sequence[int] = ALL) -> None:
+def check(operation: Operation, axes: Sequence[int] = (0,)) -> None:
     """Compare the operation with rows along some axes of D H W, in tiles of a few rows, and in one tile."""
     for number in axes:
-        shape = SHAPES[number]
         torch.manual_seed(number)
-        network = Between(operation, inputs, outputs, is_read_again=number % 2 == 0)
-        image = torch.randn(1 + number % 2, 2, *shape)
+        network = Between(operation, is_read_again=number % 2 == 0)
+        image = torch.randn(1 + number % 2, 2, *SHAPES[number])
         assert_equal(network, image, seeds=[number], tiles=(TILES, 1) if number == axes[0] else (TILES,))
 
 
-def serves(operation: Operation, outputs: int = CHANNELS) -> bool:
+def whole_groups(operation: Operation) -> list:
+    """Return the maps of a network that are groups of operations without a rule."""
+    return Maps(trace(Between(operation).train(), torch.randn(1, 2, *SHAPES[0])), axis=2).whole
+
+
+def serves(operation: Operation) -> bool:
     """Return whether all of a network has rules."""
-    network = Between(operation, 1, outputs, is_read_again=False).train()
-    return not Maps(trace(network, torch.randn(1, 2, *SHAPES[0])), axis=2).whole
+    return not whole_groups(operation)

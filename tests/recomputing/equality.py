@@ -3,16 +3,15 @@
 import copy
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from soundness import is_sound
 from torch import Tensor, nn
-from torch.utils import _pytree
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from unet3d.recomputing import module, prepare, search
 from unet3d.recomputing.compiler import Sizes, Workspace, mask_of
@@ -22,61 +21,57 @@ from unet3d.recomputing.program import Program
 from unet3d.recomputing.rules import normalisation
 from unet3d.recomputing.search import Schedule, compile_schedule
 
-CLOSE = 1e-12  # of float64, relative to the largest number of its kind
+# Of numbers of a type, relative to the largest number around, or to 1.
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.01}
+Tree = dict[str, Any]
 
 
-class Outcome(NamedTuple):
-    """What a forward and a backward pass leave."""
-
-    outputs: list[Tensor]
-    gradients: Mapping[str, Tensor | None]  # of the parameters by name, and of the image as "image"
-    buffers: Mapping[str, Tensor]
-
-
-def run(network: nn.Module, image: Tensor, image_needs_gradient: bool = True) -> Outcome:
+def run(network: nn.Module, image: Tensor) -> Tree:
     """Return what a pass leaves; each number of each output has a weight of its own in the loss."""
-    leaf = image.clone().requires_grad_(image_needs_gradient)
+    leaf = image.clone().requires_grad_()
     torch.manual_seed(5)  # for dropout
-    outputs = [output for output in _pytree.tree_leaves(network(leaf)) if isinstance(output, Tensor)]
+    outputs = [output for output in tree_leaves(network(leaf)) if isinstance(output, Tensor)]
     generator = torch.Generator().manual_seed(6)
     loss = torch.zeros((), dtype=image.dtype)
     for output in outputs:
-        weights = torch.randn(output.shape, generator=generator, dtype=output.dtype)
-        loss = loss + (output * weights).sum()
+        loss = loss + (output * torch.randn(output.shape, generator=generator, dtype=output.dtype)).sum()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
-    gradients["image"] = leaf.grad
-    return Outcome([output.detach() for output in outputs], gradients, dict(network.named_buffers()))
+    outputs = [output.detach() for output in outputs]
+    return {
+        "outputs": outputs,
+        "gradients": {**gradients, "image": leaf.grad},
+        "buffers": dict(network.named_buffers()),
+    }
 
 
-def assert_same(result: Outcome, plain: Outcome, close: float = CLOSE) -> None:
-    """Assert that two passes left the same."""
-    assert len(result.outputs) == len(plain.outputs)
-    for output, expected in zip(result.outputs, plain.outputs, strict=True):
-        assert_close(output, expected, close)
-    assert list(result.gradients) == list(plain.gradients)
-    for name, expected in plain.gradients.items():
-        gradient = result.gradients[name]
-        assert (gradient is None) == (expected is None), f"{name}: the gradient is {gradient}"
-        if gradient is not None and expected is not None:
-            assert_close(gradient, expected, close, name, _largest(plain.gradients))
-    assert list(result.buffers) == list(plain.buffers)
-    for name, expected in plain.buffers.items():
-        assert_close(result.buffers[name].double(), expected.double(), close, name)
+def assert_same(result: Tree, plain: Tree, close: float = 1) -> None:
+    """Assert that two passes left the same; `close`: times the usual tolerance."""
+    for kind, expected in plain.items():
+        assert all(leaf.isfinite().all() for leaf in tree_leaves(expected) if leaf is not None), kind
+        assert not difference(expected, result[kind], close), kind
 
 
-def assert_close(result: Tensor, expected: Tensor, close: float, name: str = "", scale: float = 1.0) -> None:
-    """Assert that shapes, types and numbers agree, these up to a share of the largest."""
-    assert result.shape == expected.shape, name
-    assert result.dtype == expected.dtype, name
-    assert expected.isfinite().all(), name
-    scale = max(scale, float(expected.abs().max()))
-    difference = float((result - expected).abs().max())
-    assert difference <= close * scale, f"{name}: {difference} of {scale}"
+def difference(plain: Any, found: Any, close: float = 1) -> str:
+    """Return in words where two trees of tensors and words are not the same; empty if they are."""
+    (expected, form), (leaves, other) = tree_flatten(plain), tree_flatten(found)
+    if form != other:
+        return f"{found!r:.400}, plain {plain!r:.400}"
+    numbers = [leaf.double().nan_to_num(posinf=0, neginf=0) for leaf in expected if isinstance(leaf, Tensor)]
+    scale = max([1.0, *(float(leaf.abs().max()) for leaf in numbers if leaf.numel())])
+    for one, two in zip(expected, leaves, strict=True):
+        if not is_same(one, two, close * scale):
+            return f"{two!r:.400}, plain {one!r:.400}"
+    return ""
 
 
-def _largest(tensors: Mapping[str, Tensor | None]) -> float:
-    return max(float(tensor.abs().max()) for tensor in tensors.values() if tensor is not None)
+def is_same(one: Any, two: Any, scale: float) -> bool:
+    """Return whether two leaves of trees agree: types, shapes, and numbers up to a share of a scale."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return type(one) is type(two) and one == two
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    return torch.allclose(one.double(), two.double(), rtol=0, atol=CLOSE.get(one.dtype, 0) * scale, equal_nan=True)
 
 
 def assert_equal(model: nn.Module, image: Tensor, seeds: Sequence[int], tiles: Sequence[int] = (8,)) -> None:
@@ -123,16 +118,12 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
     """
 
     def front(sizes: Sizes) -> list[Schedule]:
-        schedule = compile_schedule(sizes, drawn_table(sizes.count, seed))
-        assert is_sound(sizes, schedule)
-        return [schedule]
+        return [compile_schedule(sizes, drawn_table(sizes.count, seed))]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)
-        patch.setattr(prepare, "TILES", tiles)
-        patch.setattr(prepare, "FEWEST_TILES", tiles)
-        patch.setattr(prepare, "CUDA_TILES", tiles)
-        patch.setattr(prepare, "CUDA_MOST_TILES", tiles)
+        for name in ("TILES", "FEWEST_TILES", "CUDA_TILES", "CUDA_MOST_TILES"):
+            patch.setattr(prepare, name, tiles)
         patch.setattr(prepare, "CUDA_TILE", 1)
         if seed % 2:
             patch.setattr(normalisation, "LARGE", 1)  # else no map is large enough for kernels that fill a GPU

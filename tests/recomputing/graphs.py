@@ -18,14 +18,13 @@ class RandomNetwork(nn.Module):
         self.image_channels = draw.choice([1, 2])
         self.stem = nn.Conv3d(self.image_channels, 4, 3, padding=1)
         self.steps = nn.ModuleList()
-        self.reads: list[tuple[int, ...]] = []
+        self.reads = []
         for number in range(operations):
             kind = draw.choice(KINDS)
             step = kind(draw)
             self.steps.append(step)
-            count = 2 if isinstance(step, OfTwo) else 1
             recent = range(max(0, number - 3), number + 1)
-            self.reads.append(tuple(draw.choice(recent) for _ in range(count)))
+            self.reads.append(tuple(draw.choice(recent) for _ in range(step.inputs)))
         self.heads = sorted(draw.sample(range(operations), draw.choice([0, 0, 1])))
         self.last = nn.Conv3d(4, 2, 1)
 
@@ -50,28 +49,17 @@ def _fitted(x: Tensor, like: Tensor) -> Tensor:
     return F.pad(x, [0, missing[0], 0, missing[1], 0, missing[2]])
 
 
-class OfOne(nn.Module):
-    """A module or function of one map of 4 channels, that gives another."""
+class Step(nn.Module):
+    """A module or function of one map of 4 channels, or of two, the second brought to the size of the first."""
 
-    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, operation: Callable[..., Tensor], inputs: int = 1) -> None:
         super().__init__()
         self.operation = operation
+        self.inputs = inputs
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         """Return the map."""
-        return self.operation(x)
-
-
-class OfTwo(nn.Module):
-    """A function of two maps; the second is brought to the size of the first."""
-
-    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the map."""
-        return self.operation(x, _fitted(y, x))
+        return self.operation(x, *(_fitted(y, x) for y in others))
 
 
 class Joined(nn.Module):
@@ -90,7 +78,7 @@ def _convolution(draw: random.Random) -> nn.Module:
     kernel = draw.choice([1, 2, 3, 3])
     dilation = draw.choice([1, 1, 2]) if kernel == 3 else 1
     padding = dilation * (kernel // 2)
-    return OfOne(nn.Conv3d(4, 4, kernel, 1, padding, dilation, draw.choice([1, 2, 4]), draw.random() < 0.5))
+    return Step(nn.Conv3d(4, 4, kernel, 1, padding, dilation, draw.choice([1, 2, 4]), draw.random() < 0.5))
 
 
 def _down_and_up(draw: random.Random) -> nn.Module:
@@ -99,7 +87,7 @@ def _down_and_up(draw: random.Random) -> nn.Module:
     down = draw.choice([nn.Conv3d(4, 4, kernel, stride, 1), nn.MaxPool3d(stride, ceil_mode=True)])
     ups = [nn.ConvTranspose3d(4, 4, stride, stride), nn.Upsample(scale_factor=stride), _trilinear(stride)]
     middle = draw.choice([nn.Conv3d(4, 4, 3, padding=1), nn.Identity(), _normalisation(draw)])
-    return OfOne(nn.Sequential(down, middle, draw.choice(ups)))
+    return Step(nn.Sequential(down, middle, draw.choice(ups)))
 
 
 def _trilinear(stride: int | tuple[int, ...]) -> nn.Module:
@@ -113,22 +101,22 @@ def _normalisation(draw: random.Random) -> nn.Module:
         nn.BatchNorm3d(4, affine=affine),
         nn.GroupNorm(draw.choice([1, 2, 4]), 4, affine=affine),
     ]
-    return OfOne(draw.choice(norms))
+    return Step(draw.choice(norms))
 
 
 def _activation(draw: random.Random) -> nn.Module:
     layers = [nn.ReLU(), nn.LeakyReLU(0.1), nn.PReLU(4), nn.SiLU(), nn.Sigmoid(), nn.GELU(), nn.Dropout3d(0.3)]
-    return OfOne(draw.choice([*layers, nn.Dropout(0.3), nn.Softmax(1)]))
+    return Step(draw.choice([*layers, nn.Dropout(0.3), nn.Softmax(1)]))
 
 
 def _unit(draw: random.Random) -> nn.Module:
     """Return what networks are made of: convolution, normalisation and an activation in place."""
     activation = draw.choice([nn.ReLU(inplace=True), nn.LeakyReLU(0.01, inplace=True)])
-    return OfOne(nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), _normalisation(draw), activation))
+    return Step(nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), _normalisation(draw), activation))
 
 
 def _change(draw: random.Random) -> nn.Module:
-    functions: list[Callable[[Tensor], Tensor]] = [
+    functions = [
         lambda x: torch.cat([x[:, 2:], F.relu(x[:, :2])], 1),
         lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
         lambda x: x * x.mean((2, 3, 4), keepdim=True).sigmoid(),
@@ -139,11 +127,11 @@ def _change(draw: random.Random) -> nn.Module:
         lambda x: x.split(1, 1)[1].repeat(1, 4, 1, 1, 1),
         lambda x: x.transpose(2, 4).contiguous().transpose(2, 4).contiguous(),
     ]
-    return OfOne(draw.choice(functions))
+    return Step(draw.choice(functions))
 
 
 def _of_two(draw: random.Random) -> nn.Module:
-    functions: list[Callable[[Tensor, Tensor], Tensor]] = [
+    functions = [
         torch.add,
         torch.add,
         torch.sub,
@@ -152,7 +140,7 @@ def _of_two(draw: random.Random) -> nn.Module:
         lambda x, y: F.leaky_relu(x + y[:, :1]),
         lambda x, y: torch.add(x, y, alpha=2),
     ]
-    return OfTwo(draw.choice([*functions, Joined(1), Joined(3)]))
+    return Step(draw.choice([*functions, Joined(1), Joined(3)]), 2)
 
 
 KINDS = (_convolution, _down_and_up, _normalisation, _activation, _unit, _unit, _change, _of_two, _of_two, _of_two)

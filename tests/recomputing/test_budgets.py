@@ -1,7 +1,7 @@
 """The front of schedules, and what a budget chooses of it."""
 
-import copy
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 from equality import drawn_table
 from promises import promise
-from soundness import is_sound
+from test_passing import Branches
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
@@ -20,7 +20,7 @@ from unet3d.recomputing.module import Recomputed, recompute, schedules_of
 from unet3d.recomputing.prepare import prepare
 from unet3d.recomputing.program import Program, by_plan, leanest, least_memory, smallest
 from unet3d.recomputing.scratch import plain_bytes
-from unet3d.recomputing.search import Schedule, StageCache, compile_schedule
+from unet3d.recomputing.search import Schedule, StageCache
 
 MIB = 2**20
 
@@ -37,52 +37,37 @@ def network() -> nn.Module:
 IMAGE = torch.randn(1, 1, 48, 32, 32)
 
 
-class Searched:
-    """A network's schedules, and the sizes from which they were found; the search runs once for all tests."""
-
-    def __init__(self) -> None:
-        self.sizes: list[Sizes] = []
-        front = search.front
-
-        def noted(sizes: Sizes) -> Any:
-            self.sizes.append(sizes)
-            return front(sizes)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(search, "front", noted)
-            self.prediction = prediction(Recomputed(network()))
-
-
-def prediction(recomputed: Recomputed, image: Tensor = IMAGE) -> Program:
-    return schedules_of(recomputed).program(image)
+def chosen(*options: Any, image: Tensor = IMAGE, **more: Any) -> Program:
+    return schedules_of(Recomputed(network(), *options, **more)).program(image)
 
 
 @pytest.fixture(scope="module")
-def searched() -> Searched:
-    return Searched()
+def searched() -> tuple[Sizes, Program]:
+    """A network's sizes, and the program that was found; the search runs once for all tests."""
+    program = prepare(network(), IMAGE, None, on_cpu=True)
+    assert program.sizes is not None
+    return program.sizes, program
 
 
-def test_the_front_falls_in_bytes_as_it_rises_in_work(searched: Searched) -> None:
-    schedules = searched.prediction.schedules
-    assert len(schedules) > 3
-    for before, after in itertools.pairwise(schedules):
-        assert after.peak_bytes < before.peak_bytes
-        assert after.work > before.work
+@pytest.fixture
+def known_front(searched: tuple[Sizes, Program], monkeypatch: pytest.MonkeyPatch) -> Program:
+    """The front without a search."""
+    _, program = searched
+    schedules = list(program.schedules)
+    monkeypatch.setattr(search, "front", lambda _: schedules)
+    return program
 
 
-def test_the_search_is_deterministic(searched: Searched) -> None:
-    assert search.front(searched.sizes[0]) == list(searched.prediction.schedules)
-
-
-def test_schedules_are_sound_and_measured_as_compiled(searched: Searched) -> None:
-    sizes = searched.sizes[0]
-    assert all(is_sound(sizes, schedule) for schedule in searched.prediction.schedules)
-    for seed in range(50):
-        table = drawn_table(sizes.count, seed)
-        schedule = compile_schedule(sizes, table)
-        assert is_sound(sizes, schedule)
-        peak = StageCache(sizes).cost(table)
-        assert (schedule.peak_bytes, schedule.work) == (peak.bytes, peak.work)
+def test_the_front_falls_in_bytes_as_it_rises_in_work(searched: tuple[Sizes, Program]) -> None:
+    """No schedule needs more than that in which all stays; the search finds the same again."""
+    sizes, program = searched
+    every_map = mask_of(range(sizes.count))
+    all_stay = StageCache(sizes).cost([every_map] * (sizes.count + 1))
+    assert len(program.schedules) > 3
+    for before, after in itertools.pairwise(program.schedules):
+        assert after.peak_bytes < before.peak_bytes <= all_stay.bytes
+        assert after.work > before.work >= all_stay.work
+    assert search.front(sizes) == list(program.schedules)
 
 
 def compiled_alone(sizes: Sizes, table: list[int]) -> Iterator[Stage]:
@@ -99,25 +84,9 @@ def compiled_alone(sizes: Sizes, table: list[int]) -> Iterator[Stage]:
         yield stage
 
 
-class Skips(nn.Module):
-    """Three convolutions whose results are read again later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv3d(1, 4, 3, padding=1)
-        self.second = nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), nn.InstanceNorm3d(4, affine=True), nn.ReLU())
-        self.third = nn.Conv3d(8, 4, 3, padding=1)
-        self.last = nn.Conv3d(4, 3, 1)
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.first(image)
-        y = self.second(torch.relu(x))
-        z = self.third(torch.cat([x, y], dim=1))
-        return self.last(torch.relu(z) + x)
-
-
 def test_stages_that_passes_share_are_those_of_each_pass_alone() -> None:
-    sizes = prepare(Skips().train(), torch.empty(1, 1, 16, 8, 8), None, on_cpu=True).sizes
+    """And their bytes are those at which the schedule's instructions arrive."""
+    sizes = prepare(Branches().train(), torch.empty(1, 1, 16, 8, 8), None, on_cpu=True).sizes
     assert sizes is not None
     stages = StageCache(sizes)
     for seed in range(50):
@@ -133,87 +102,46 @@ def test_stages_that_passes_share_are_those_of_each_pass_alone() -> None:
                 maps = indices_of(stage.maps)
             alive += stage.growth
         peak = stages.cost(table)
-        assert stages.schedule(table).instructions == tuple(instructions)
+        schedule = stages.schedule(table)
+        assert (schedule.instructions, schedule.peak_bytes) == (tuple(instructions), most)
+        assert schedule.work == peak.work
         assert (peak.bytes, indices_of(peak.maps)) == (most, maps)
 
 
-def test_no_schedule_needs_more_than_that_in_which_all_stays(searched: Searched) -> None:
-    sizes = searched.sizes[0]
-    every_map = mask_of(range(sizes.count))
-    all_stay = StageCache(sizes).cost([every_map] * (sizes.count + 1))
-    assert all(schedule.peak_bytes <= all_stay.bytes for schedule in searched.prediction.schedules)
-    assert all(schedule.work >= all_stay.work for schedule in searched.prediction.schedules)
-
-
-@pytest.fixture
-def known_front(searched: Searched, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """The front without a search."""
-    monkeypatch.setattr(search, "front", lambda _: list(searched.prediction.schedules))
-    return searched.prediction
-
-
 def test_a_budget_is_kept_and_less_of_it_is_more_work(known_front: Program) -> None:
-    fixed = known_front.fixed_bytes
-    peaks = [fixed + schedule.peak_bytes for schedule in known_front.schedules]
+    peaks = [known_front.fixed_bytes + schedule.peak_bytes for schedule in known_front.schedules]
     most, least = max(peaks), min(peaks)
     works = []
-    for share in range(8):
-        budget = most - (most - least) * share // 7
-        chosen = prediction(Recomputed(network(), "auto", f"{(budget + 1) / MIB:.9f}MiB"))
-        assert chosen.peak_bytes <= budget + 1
-        works.append(chosen.schedule.work)
+    for share in range(5):
+        budget = most - (most - least) * share // 4
+        program = chosen("auto", f"{(budget + 1) / MIB:.9f}MiB")
+        assert program.peak_bytes <= budget + 1
+        works.append(program.schedule.work)
     assert works == sorted(works)
     assert works[0] < works[-1]
-
-
-def test_what_is_held_counts(known_front: Program) -> None:
-    held = prediction(Recomputed(network(), "tiles", held="2MiB"))
-    assert held.peak_bytes == prediction(Recomputed(network(), "tiles")).peak_bytes + 2 * MIB
+    with pytest.raises(UserError, match="at least"):
+        chosen("auto", least - 1)
 
 
 def test_plans_order(known_front: Program) -> None:
-    lean = prediction(Recomputed(network(), "lean"))
-    tiles = prediction(Recomputed(network(), "tiles"))
+    lean, tiles, held = chosen("lean"), chosen("tiles"), chosen("tiles", held="2MiB")
     assert tiles.peak_bytes < lean.peak_bytes
     assert tiles.schedule.work > lean.schedule.work
     assert lean.schedule.work < 1.2
+    assert held.peak_bytes == tiles.peak_bytes + 2 * MIB
+    assert chosen(image=torch.randn(1, 1, 32, 32, 64)).fixed_bytes > lean.fixed_bytes
 
 
-def test_a_larger_image_needs_more(known_front: Program) -> None:
-    small = prediction(Recomputed(network()))
-    larger = prediction(Recomputed(network()), torch.randn(1, 1, 32, 32, 64))
-    assert larger.fixed_bytes > small.fixed_bytes
-
-
-def test_a_budget_that_is_too_small_says_what_would_do(known_front: Program) -> None:
-    with pytest.raises(UserError, match="at least"):
-        recompute(network(), IMAGE, "auto", "1MiB")
-
-
-@pytest.mark.parametrize("options", [("auto",), ("lean", "3GiB"), ("smallest",)])
-def test_plans_and_budgets_that_do_not_go_together(options: tuple[Any, ...]) -> None:
-    with pytest.raises(UserError, match="plan="):
-        Recomputed(network(), *options)
-
-
-def test_the_line_says_peak_and_work(known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    recompute(copy.deepcopy(network()), IMAGE, "tiles")
+@pytest.mark.parametrize("held", [0, 2])
+def test_the_line_says_peak_and_work(held: int, known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    recompute(network(), IMAGE, "tiles", held=held * MIB)
     line = capsys.readouterr().out
     least = known_front.fixed_bytes + smallest(known_front.schedules).peak_bytes
     plain = plain_bytes(network(), IMAGE, None, on_cpu=True)
     assert plain is not None
-    assert f"recompute=tiles: {least / MIB:,.1f} MiB instead of {plain / MIB:,.1f} MiB (predicted) for " in line
-    assert re.search(r" activations, \d+ % more forward work$", line.strip())
-
-
-def test_what_is_held_is_in_both_sizes(known_front: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    for held in (0, 2 * MIB):
-        recompute(network(), IMAGE, "lean", held=held)
-    less, more = (
-        [float(size) for size in re.findall(r"(\S+) MiB (?:instead|\(predicted)", line)]
-        for line in capsys.readouterr().out.splitlines()
-    )
-    assert [round(size - 2, 1) for size in more] == less
+    sizes = f"{least / MIB + held:,.1f} MiB instead of {plain / MIB + held:,.1f} MiB"
+    assert f"recompute=tiles: {sizes} (predicted) for " in line
+    assert re.search(r" \d+ % more forward work$", line.strip())
 
 
 class Outputs(nn.Module):
@@ -229,6 +157,9 @@ class Outputs(nn.Module):
         return [head(x) for head in self.heads]
 
 
+SMALL = torch.randn(1, 1, 16, 16, 16)
+
+
 @promise(
     "What is seen, what is refused, what runs plain",
     "a network whose schedule would need no less than it does plain",
@@ -238,19 +169,16 @@ class Outputs(nn.Module):
 def test_a_network_whose_schedules_save_nothing_runs_plain(
     options: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    image = torch.randn(1, 1, 16, 16, 16)
-    model = Outputs().train()
-    recomputed = recompute(model, image, *options)
+    recomputed = recompute(Outputs().train(), SMALL, *options)
     line = capsys.readouterr().out.strip()
     assert re.search(r": would need \S+ MiB instead of \S+ MiB \(predicted\) .*, so the network runs plain$", line)
-    assert {output.grad_fn.name() for output in recomputed(image)} == {"ConvolutionBackward0"}
+    assert {output.grad_fn.name() for output in recomputed(SMALL)} == {"ConvolutionBackward0"}
 
 
 def test_a_budget_that_only_the_plain_pass_keeps_is_kept() -> None:
-    image = torch.randn(1, 1, 16, 16, 16)
     model = Outputs().train()
-    program = prepare(model, image, None, on_cpu=True)
-    program.plain_bytes = plain_bytes(model, image, None, on_cpu=True)
+    program = prepare(model, SMALL, None, on_cpu=True)
+    program.plain_bytes = plain_bytes(model, SMALL, None, on_cpu=True)
     assert program.plain_bytes is not None
     assert program.plain_bytes < program.by(least_memory(program.schedules)).peak_bytes
     assert not by_plan(program, "auto", program.plain_bytes).saves_memory
@@ -259,9 +187,6 @@ def test_a_budget_that_only_the_plain_pass_keeps_is_kept() -> None:
 
 
 def test_lean_takes_more_work_where_less_saves_nothing() -> None:
-    first, *others, last = (Schedule((), peak, work) for peak, work in ((100, 1.0), (95, 1.1), (60, 1.25), (20, 1.9)))
-    schedules = [first, *others, last]
-    assert leanest(schedules) == first
-    assert leanest(schedules, plain=101) == first
-    assert leanest(schedules, plain=100) == others[1]
-    assert leanest(schedules, plain=60) == first
+    schedules = [Schedule((), peak, work) for peak, work in ((100, 1.0), (95, 1.1), (60, 1.25), (20, 1.9))]
+    for plain, place in ((math.inf, 0), (101, 0), (100, 2), (60, 0)):
+        assert leanest(schedules, plain) is schedules[place]

@@ -7,14 +7,16 @@ the caller's, and while the loss runs, what that makes of a chunk of logits. The
 import copy
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from allocator import peak_bytes, recorded
-from attention import Windows
+from attention import windows
 from test_budgets import network as chain
-from test_networks import _dyn, _monai
+from test_networks import monai_network
+from test_passing import Branches
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -83,21 +85,17 @@ def check_step(recomputed: Recomputed, image: Tensor, label: Tensor) -> None:
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "chain": chain,
-    "DynUNet": _dyn,
-    "UNet": lambda: _monai("UNet", 3, 1, 3, (8, 16), (2,), num_res_units=2),
-    "SegResNet": lambda: _monai("SegResNet", 3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)),
-    "attention": lambda: Windows(16),
-    "attention with dropout": lambda: Windows(16, dropout=0.1),
+    **{name: partial(monai_network, name) for name in ("DynUNet", "DynUNet, residual", "UNet", "SegResNet")},
+    "branches": lambda: Branches(8),
+    "attention with dropout": lambda: windows(16, dropout=0.1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ["chain", "DynUNet", "UNet", "SegResNet", "attention with dropout"])
 def test_the_peak_is_as_predicted(name: str, device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a program for a GPU, carried out on the CPU."""
-    if name != "chain" and "attention" not in name:
-        pytest.importorskip("monai")
     monkeypatch.setattr(prepare, "CUDA_TILE", 1)  # else each map is one tile
     monkeypatch.setattr(workspaces, "bytes_of_call", lambda *_: [0])  # of cuDNN, which is not here
     monkeypatch.setattr(normalisation, "LARGE", 2**14)  # numbers; else no map's normalisation is carried out in pieces
@@ -126,29 +124,10 @@ class Forgetful(torch.autograd.Function):
         return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
 
 
-class Branches(nn.Module):
-    """Two branches with the same weights, dropout, and results before and after a sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(inplace=True))
-        self.left = nn.Conv3d(8, 8, 3, padding=1)
-        self.right = nn.Conv3d(8, 8, 3, padding=1)
-        self.right.weight = self.left.weight
-        self.norm = nn.GroupNorm(2, 8)
-
-    def forward(self, image: Tensor) -> dict[str, Any]:
-        x = self.first(image)
-        branches = [self.left(x), torch.nn.functional.dropout(self.right(x), 0.5)]
-        return {"branches": branches, "sum": self.norm(sum(branches) + x)}
-
-
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("make", [chain, Branches, lambda: Windows(16)], ids=["chain", "branches", "attention"])
-def test_what_the_plain_pass_needs_is_predicted_to_the_byte(
-    make: Callable[[], nn.Module], autocast: torch.dtype | None
-) -> None:
-    model = make().train()
+@pytest.mark.parametrize("name", ["chain", "DynUNet, residual", "branches", "attention with dropout"])
+def test_what_the_plain_pass_needs_is_predicted_to_the_byte(name: str, autocast: torch.dtype | None) -> None:
+    model = NETWORKS[name]().train()
     image = torch.randn(1, 1, 16, 16, 16)
     ledger = Ledger()
     with ledger:
@@ -161,7 +140,7 @@ def test_what_the_plain_pass_needs_is_predicted_to_the_byte(
 
 
 def test_predicting_the_plain_pass_leaves_no_trace() -> None:
-    model = Branches().train()
+    model = Branches(8).train()
     seen: list[Any] = []
     model.register_forward_hook(lambda *_: seen.append(1))
     before = copy.deepcopy(model.state_dict())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import assert_close, assert_equal, assert_same, no_scratch, run, traced_once
+from equality import assert_equal, assert_same, difference, no_scratch, run, traced_once
 from graphs import RandomNetwork
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +22,7 @@ from unet3d.recomputing.program import PLANS
 
 GRAPHS = 20
 CONFIGS = 40  # of our network
-CLOSE = 1e-10  # of float64, relative to the largest number of its kind
+CLOSE = 100  # times the usual tolerance
 DRAWN = 30  # one of so many goes by schedules that are drawn at random, too, and as on a GPU
 MOST_VOXELS = 1500
 FACTORS_OF_THREE = range(6051, 6052), range(6111, 6112), range(6151, 6152)  # of rows by nearest neighbours, in tiles
@@ -128,9 +128,7 @@ def _compare(seed: int) -> None:
             schedules_of(network).prepared = finder.prepared
             assert_same(run(network, image), left, CLOSE)
             with torch.no_grad():
-                outputs = tree_leaves(network.eval()(image))
-            for output, of_plain in zip(outputs, expected, strict=True):
-                assert_close(output, of_plain, CLOSE)
+                assert not difference(expected, tree_leaves(network.eval()(image)), CLOSE)
         assert len(finder.prepared) == 1
         if seed % DRAWN == 0:
             assert_equal(model, image, seeds=[seed], tiles=[4])

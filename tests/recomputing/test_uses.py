@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from equality import drawn_schedules
+from guards import without
 from promises import promise
 from uses import check
 from uses_classes import CLASSES, HOOKS
@@ -44,6 +45,18 @@ def any_schedule() -> Iterator[None]:
     "change an attribute that no code of the network names, such as a counter of your loop",
     "costs nothing",
 )
+@promise(
+    "What is seen, what is refused, what runs plain",
+    "batch norm with `momentum=None`, in training",
+    "refused, with its layer",
+)
+@promise(
+    "Resume",
+    "subclasses, parametrizations and gates, shared weights, repeated blocks, norms in evaluation, "
+    "frozen layers, under `recompute`",
+    "autograd's gradients",
+)
+@without("unet3d.recomputing.module.snapshot", lambda network, code: (), only="a dilation")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str) -> None:
     check(SETTINGS[name])
@@ -109,6 +122,7 @@ def test_classes(name: str) -> None:
     "left out; gradients are the same",
 )
 @promise("What is seen, what is refused, what runs plain", "`forward` depends on numbers ...")
+@promise("Resume", "subclasses, parametrizations and gates ...")
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward(name: str) -> None:
     """What forward leaves behind, draws and calls."""
@@ -138,6 +152,12 @@ def test_forward(name: str) -> None:
 )
 @promise(
     "What is seen, what is refused, what runs plain",
+    "`eval()`, `torch.no_grad()`, an empty batch",
+    "the network itself runs",
+)
+@promise("What is seen, what is refused, what runs plain", "an image of other channels ...")
+@promise(
+    "What is seen, what is refused, what runs plain",
     "several images, or an image and other arguments, in training",
     "refused",
 )
@@ -156,7 +176,3 @@ def test_loops(name: str) -> None:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name: str) -> None:
     check(OUTPUTS[name])
-
-
-def test_there_are_many_uses() -> None:
-    assert sum(map(len, (SETTINGS, HOOKS, CLASSES, FORWARD, LOOPS, OUTPUTS))) >= 200

@@ -8,39 +8,28 @@ import random
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from enum import Enum
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from equality import difference
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import unet3d
 from unet3d.base.errors import UserError
 
-# Of numbers of a type, relative to the largest number of a tensor, or to 1.
-CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.01}
 IMAGE = (1, 1, 9, 6, 5)
+Act = Callable[..., Any]  # what is done with a network and what belongs to it
+Make = Callable[[], Any]
 EQUAL, RAISES, REFUSED, PLAIN = "equal", "raises", "refused", "plain"
-OURS = re.compile(r"^recompute")  # lines that are printed for the user of recompute, not by the network
 MACHINERY = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook")
 SHARED: dict[Any, tuple[nn.Module, Any, Any]] = {}  # networks by their kind, plain or wrapped
-
-
-class Shot(NamedTuple):
-    """A tensor at a moment."""
-
-    values: Tensor
-    needs_gradient: bool
-    is_leaf: bool
-    is_parameter: bool
-    gradient: Tensor | None
 
 
 class World:
@@ -52,7 +41,7 @@ class World:
         self.models: list[nn.Module] = []
         self.later: list[Callable[[], object]] = []
         self.error: Exception | None = None
-        self.printed = ""
+        self.printed = io.StringIO()
         self.steps = 0
 
     def wrap(self, model: nn.Module, **options: Any) -> Any:
@@ -60,7 +49,7 @@ class World:
         self.models.append(model)
         return unet3d.recompute(model, **options) if self.wraps else model
 
-    def shared(self, kind: Callable[[], nn.Module]) -> Any:
+    def shared(self, kind: Make) -> Any:
         """Return a network that uses of its kind share, in the state in which it began; they change no attributes."""
         key = (kind, self.wraps)
         if key not in SHARED:
@@ -81,23 +70,22 @@ class World:
         """Keep what it is now."""
         self.seen.extend((name, snapshot(value)) for name, value in what.items())
 
-    def forward(self, net: nn.Module, *args: Any, **options: Any) -> Any:
+    def forward(self, net: nn.Module, *args: Any) -> Any:
         """Return the outputs of a pass, of an ordinary image if none is given, with generators at a known place."""
         self.steps += 1
         seed_all(self.steps)
-        outputs = net(*(args if args or options else [image()]), **options)
+        outputs = net(*(args or [image()]))
         self.note(outputs=outputs)
         return outputs
 
-    def step(self, net: nn.Module, x: Tensor | None = None, loss: Callable[[Any], Tensor] | None = None) -> Any:
-        """Run a training pass with its backward pass, take note of what both leave, and return the outputs."""
+    def step(self, net: nn.Module, x: Tensor | None = None, loss: Act | None = None) -> None:
+        """Run a training pass with its backward pass, and take note of what both leave."""
         x = image().requires_grad_() if x is None else x
         net.zero_grad()
         outputs = self.forward(net, x)
-        (total if loss is None else loss)(outputs).backward()
-        self.note(outputs_after=outputs, image=x, gradient_of_image=x.grad if x.is_leaf else None)
+        (loss or total)(outputs).backward()
+        self.note(outputs_after=outputs, image=x)
         self.note_state(net)
-        return outputs
 
     def refused(self, net: nn.Module, words: str) -> None:
         """Expect that the network that recomputes refuses a pass; the plain one has none."""
@@ -105,67 +93,54 @@ class World:
         if self.wraps:
             with pytest.raises(UserError, match=words):
                 net(image())
-        del self.seen[seen:]
+        del self.seen[seen:]  # by hooks that run before the pass
 
     def note_state(self, net: nn.Module) -> None:
-        """Keep parameters, gradients and buffers by their names."""
-        parameters = dict(net.named_parameters())
-        gradients = {name: parameter.grad for name, parameter in parameters.items()}
-        self.note(parameters=parameters, gradients=gradients, buffers=dict(net.named_buffers()))
+        """Keep parameters, their gradients and buffers."""
+        self.note(parameters=dict(net.named_parameters()), buffers=dict(net.named_buffers()))
 
     def note_end(self) -> None:
         """Keep what the networks and generators are when the use is over."""
         for model in self.models:
             for path, module in model.named_modules():
-                attributes = {name: value for name, value in vars(module).items() if name not in MACHINERY}
-                attributes.update({name: len(hooks) for name, hooks in attributes.items() if name.endswith("_hooks")})
-                self.note(**{f"{path or 'the network'}: {name}": value for name, value in attributes.items()})
+                for name, value in vars(module).items():
+                    if name not in MACHINERY:
+                        self.note(**{f"{path}.{name}": len(value) if name.endswith("_hooks") else value})
             self.note_state(model)
         self.note(torch=torch.get_rng_state(), python=random.getstate(), numpy=np.random.get_state()[1:3])
 
 
-class Use(NamedTuple):
-    """A line of a table: what is done, its outcome, and a pattern of what is said."""
-
-    run: Callable[[World], object]
-    outcome: str
-    words: str
-
-
-def row(*parts: Any) -> tuple[Any, ...]:
-    """Return a row of a table."""
-    return parts
+Use = tuple[Callable[[World], object], str]  # what is done; its outcome, and a pattern of what is said
 
 
 def table(run: Callable[..., object], rows: Mapping[str, Any]) -> dict[str, Use]:
     """Return uses by their names; a row is what `run` takes, and perhaps a text such as "refused: a pattern"."""
     uses = {}
     for name, row in rows.items():
-        parts = row if isinstance(row, tuple) else (row,)
-        *parts, text = parts if isinstance(parts[-1], str) else (*parts, EQUAL)
-        outcome, _, words = text.partition(": ")
-        assert outcome in (EQUAL, RAISES, REFUSED, PLAIN), name
-        uses[name] = Use(lambda w, parts=parts: run(w, *parts), outcome, words)
+        *parts, last = row if isinstance(row, tuple) else (row,)
+        if not isinstance(last, str):
+            parts, last = [*parts, last], EQUAL
+        uses[name] = (lambda w, parts=parts: run(w, *parts)), last
     return uses
 
 
 def check(use: Use) -> None:
     """Carry a use out on the plain network and on the one that recomputes, and compare what is seen."""
-    plain = carried_out(use.run, wraps=False)
-    found, text = outcome(plain, carried_out(use.run, wraps=True))
-    assert found == use.outcome, f"{found}: {text}"
-    assert re.search(use.words, text), f"{found}, but the words are: {text}"
+    run, expected = use
+    expected, _, words = expected.partition(": ")
+    found, text = outcome(carried_out(run, wraps=False), carried_out(run, wraps=True))
+    assert found == expected, f"{found}: {text}"
+    assert re.search(words, text), f"{found}, but the words are: {text}"
 
 
-def carried_out(use: Callable[[World], object], wraps: bool) -> World:
+def carried_out(run: Callable[[World], object], wraps: bool) -> World:
     """Return the world after a use, with the error that ended it, if any did."""
     world = World(wraps)
-    printed = io.StringIO()
     seed_all(0)
     try:
-        with redirect_stdout(printed), warnings.catch_warnings():
+        with redirect_stdout(world.printed), warnings.catch_warnings(), torch.enable_grad():
             warnings.filterwarnings("ignore", ".*(create_graph|Anomaly|torch.jit).*")
-            use(world)
+            run(world)
     except Exception as error:
         world.error = error
     finally:
@@ -173,130 +148,59 @@ def carried_out(use: Callable[[World], object], wraps: bool) -> World:
             undo()
     if world.error is None:
         world.note_end()
-    world.printed = printed.getvalue()
     return world
 
 
 def outcome(plain: World, wrapped: World) -> tuple[str, str]:
     """Return what a use came to, and in words what was refused or raised, or what is different."""
-    difference = first_difference(plain, wrapped)
-    error = wrapped.error
-    if difference:
-        return "different", difference
-    if error is not None and type(error) is not type(plain.error):
-        kind = REFUSED if type(error) in (UserError, RuntimeError) else "crash"
-        return kind, f"{type(error).__name__}: {error}"
-    if plain.error is not None and error is None:
-        return "different", f"plain raises {type(plain.error).__name__}: {plain.error}"
-    if len(wrapped.seen) < len(plain.seen):
-        return REFUSED, f"earlier than plain: {error}"
+    for expected, result in zip(plain.seen, wrapped.seen, strict=False):
+        if text := difference(expected, result):
+            return "different", f"{expected[0]}: {text}"
+    error, expected_error = wrapped.error, plain.error
+    if error is not None and type(error) is not type(expected_error):
+        return REFUSED if type(error) in (UserError, RuntimeError) else "crash", f"{type(error).__name__}: {error}"
+    if type(error) is not type(expected_error) or (error is None and len(plain.seen) != len(wrapped.seen)):
+        return "different", f"plain raises {expected_error!r}, and {len(plain.seen)} things are seen"
     if error is not None:
-        return RAISES, str(error)
-    ours = [line for line in wrapped.printed.splitlines() if OURS.search(line)]
-    return (PLAIN if any("plain" in line for line in ours) else EQUAL), "; ".join(ours)
-
-
-def first_difference(plain: World, wrapped: World) -> str:
-    """Return the first thing that is not as in plain, in words; empty for none as far as the wrapped one came."""
-    names = [name for name, _ in plain.seen]
-    for place, ((name, expected), (other, result)) in enumerate(zip(plain.seen, wrapped.seen, strict=False)):
-        where = f"{name} (number {names[: place + 1].count(name)})"
-        if name != other:
-            return f"{where} is missing, here is {other}"
-        for difference in differences(expected, result, where, largest(expected)):
-            return difference
-    if wrapped.error is None and plain.error is None and len(plain.seen) != len(wrapped.seen):
-        return f"{len(wrapped.seen)} things are seen, plain {len(plain.seen)}"
-    return ""
+        is_earlier = len(wrapped.seen) < len(plain.seen)
+        return REFUSED if is_earlier else RAISES, str(error)
+    ours = [line for line in wrapped.printed.getvalue().splitlines() if line.startswith("recompute")]
+    return PLAIN if any("plain" in line for line in ours) else EQUAL, "; ".join(ours)
 
 
 def snapshot(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """Return what can be seen of a value, so that later changes of it do not matter."""
+    """Return a tree of tensors and words of what can be seen of a value, so that later changes of it do not matter."""
     if id(value) in around:
         return "itself"
-    around = (*around, id(value))
-    if isinstance(value, Tensor):
-        if type(value) not in (Tensor, nn.Parameter):
-            return type(value).__name__  # such as a tensor without data, left by a trace
-        is_parameter = isinstance(value, nn.Parameter)
-        gradient = value.grad.detach().clone() if value.is_leaf and value.grad is not None else None
-        return Shot(value.detach().clone(), value.requires_grad, value.is_leaf, is_parameter, gradient)
-    if isinstance(value, np.ndarray):
-        return "array", snapshot(value.tolist(), around) if value.dtype == object else torch.from_numpy(value.copy())
-    if isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | torch.Size | Enum):
-        return value
+    inner = functools.partial(snapshot, around=(*around, id(value)))
     name = type(value).__name__
-    if isinstance(value, Mapping):
-        return name, [(str(key), snapshot(item, around)) for key, item in list(value.items())]
-    if isinstance(value, set | frozenset):
-        return name, sorted(map(repr, value))
-    if isinstance(value, list | tuple | deque):
-        return name, [snapshot(item, around) for item in value]
-    if isinstance(value, random.Random):
-        return name, str(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return name, str(value.bit_generator.state)
-    if isinstance(value, nn.Module):
-        return "a module", snapshot([dict(value.named_parameters()), dict(value.named_buffers())], around)
-    if isinstance(value, FunctionType | MethodType | type):
-        return "a class" if isinstance(value, type) else "a function"
-    return name, snapshot(vars(value), around) if hasattr(value, "__dict__") else repr(value).partition(" at 0x")[0]
-
-
-def differences(expected: Any, result: Any, where: str, scale: float) -> Iterator[str]:
-    """Yield in words where two snapshots are not the same; `scale` is the largest number around."""
-    if isinstance(expected, Shot) and isinstance(result, Shot):
-        for name in ("needs_gradient", "is_leaf", "is_parameter"):
-            if getattr(expected, name) != getattr(result, name):
-                yield f"{where}: {name} is {getattr(result, name)}, plain {getattr(expected, name)}"
-        yield from differences(expected.values, result.values, where, scale)
-        yield from differences(expected.gradient, result.gradient, f"the gradient of {where}", scale)
-    elif isinstance(expected, Tensor) and isinstance(result, Tensor):
-        yield from differences_of_tensors(expected, result, where, scale)
-    elif type(expected) is not type(result):
-        yield f"{where}: {shortly(result)}, plain {shortly(expected)}"
-    elif isinstance(expected, list | tuple):
-        if len(expected) != len(result):
-            yield f"{where}: {len(result)} items, plain {len(expected)}: {shortly(result)}, plain {shortly(expected)}"
-        for place, (one, other) in enumerate(zip(expected, result, strict=False)):
-            key = one[0] if isinstance(one, tuple) and one and isinstance(one[0], str) else place
-            yield from differences(one, other, f"{where}[{key}]" if isinstance(expected, list) else where, scale)
-    elif isinstance(expected, float):
-        if not abs(expected - result) <= CLOSE[torch.float64] * max(1, abs(expected)) and expected == expected:
-            yield f"{where}: {result}, plain {expected}"
-    elif expected != result:
-        yield f"{where}: {shortly(result)}, plain {shortly(expected)}"
-
-
-def differences_of_tensors(expected: Tensor, result: Tensor, where: str, scale: float) -> Iterator[str]:
-    """Yield in words how two tensors differ."""
-    for name in ("shape", "dtype"):
-        if getattr(expected, name) != getattr(result, name):
-            yield f"{where}: {name} {getattr(result, name)}, plain {getattr(expected, name)}"
-            return
-    if not expected.is_floating_point():
-        if not torch.equal(expected, result):
-            yield f"{where}: other numbers"
-        return
-    is_same = (expected == result) | (expected.isnan() & result.isnan())
-    difference = (expected.double() - result.double()).abs().masked_fill(is_same, 0)
-    if not (difference <= CLOSE[expected.dtype] * scale).all():
-        yield f"{where}: {float(difference.max()):.2g} off of {float(expected.abs().max()):.2g}"
-
-
-def largest(tree: Any) -> float:
-    """Return the largest number of tensors in a snapshot, or 1."""
-    if isinstance(tree, Shot):
-        return max(largest(tree.values), largest(tree.gradient))
-    if isinstance(tree, Tensor) and tree.is_floating_point() and tree.numel():
-        return max(1.0, float(tree.double().nan_to_num(posinf=0, neginf=0).abs().max()))
-    return max(map(largest, tree), default=1.0) if isinstance(tree, list | tuple) else 1.0
-
-
-def shortly(value: Any) -> str:
-    """Return a value in a few words."""
-    text = f"a tensor {tuple(value.values.shape)}" if isinstance(value, Shot) else repr(value)
-    return text if len(text) < 200 else f"{text[:200]} ..."
+    match value:
+        case Tensor():
+            if type(value) not in (Tensor, nn.Parameter):
+                return name  # such as a tensor without data, left by a trace
+            is_leaf = value.is_leaf
+            return value.detach().clone(), name, value.requires_grad, is_leaf, inner(value.grad) if is_leaf else None
+        case float():
+            return torch.tensor(value, dtype=torch.float64)
+        case np.ndarray():
+            return name, inner(value.tolist())
+        case Mapping():
+            return name, [(str(key), inner(item)) for key, item in list(value.items())]
+        case set() | frozenset():
+            return name, sorted(map(repr, value))
+        case list() | tuple() | deque():
+            return name, [inner(item) for item in value]
+        case random.Random():
+            return name, str(value.getstate())
+        case np.random.Generator():
+            return name, str(value.bit_generator.state)
+        case nn.Module():
+            return "a module", inner([dict(value.named_parameters()), dict(value.named_buffers())])
+        case FunctionType() | MethodType():
+            return "a function"
+        case type():
+            return "a class"
+    return name, inner(vars(value)) if hasattr(value, "__dict__") else repr(value).partition(" at 0x")[0]
 
 
 # Images, losses and networks
@@ -314,17 +218,12 @@ def image(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape or IMAGE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of outputs of any structure, each once."""
-    leaves = tree_leaves(vars(tree) if dataclasses.is_dataclass(tree) else tree)
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-
-
 def total(outputs: Any) -> Tensor:
     """Return a loss in which each number of each output has a weight of its own."""
     generator = torch.Generator().manual_seed(6)
     loss = torch.zeros((), dtype=torch.float64)
-    for output in tensors_in(outputs):
+    leaves = tree_leaves(vars(outputs) if dataclasses.is_dataclass(outputs) else outputs)
+    for output in {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values():
         if output.requires_grad:
             weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
             loss = loss + (output * weights).sum() + (output * output).mean()
@@ -382,7 +281,7 @@ class Two(Net):
         return self.head(self.block(maps)), maps
 
 
-def made(kind: Callable[[], nn.Module] = Net) -> Any:
+def made(kind: Make = Net) -> Any:
     """Return a network in float64; those of one kind have the same weights."""
     torch.manual_seed(0)
     return kind().double().train()
@@ -398,15 +297,14 @@ def of_class(*bases: type[nn.Module], **members: Any) -> Any:
     return made(type("Kind", bases or (Light,), members))
 
 
-def own(forward: Callable[[Any, Tensor], Any], kind: type[nn.Module] = Light, /, **attributes: Any) -> Any:
+def own(forward: Act, kind: type[nn.Module] = Light, /, **attributes: Any) -> Any:
     """Return a network with a forward and attributes of its own."""
     network = of_class(kind, forward=forward)
-    for name, value in attributes.items():
-        setattr(network, name, value)
+    put(**attributes)(None, network)
     return network
 
 
-def scaled(number: Callable[[Any], Any], /, **attributes: Any) -> Any:
+def scaled(number: Act, /, **attributes: Any) -> Any:
     """Return a network that multiplies its first maps by a number, which it reads from its attributes."""
     return own(lambda self, x: self.head(self.first(x) * number(self)), **attributes)
 
@@ -429,7 +327,7 @@ def with_dropout() -> Any:
 # What is done with a network
 
 
-def put(path: str = "", /, **values: Any) -> Callable[[World, Any], None]:
+def put(path: str = "", /, **values: Any) -> Act:
     """Return an act: attributes of a module are set."""
 
     def act(w: World, net: Any) -> None:
@@ -439,7 +337,7 @@ def put(path: str = "", /, **values: Any) -> Callable[[World, Any], None]:
     return act
 
 
-def acted(w: World, make: Callable[[], Any], *acts: Callable[[World, Any], Any]) -> Any:
+def acted(w: World, make: Make, *acts: Act) -> None:
     """Wrap a network and train it, also after each act; what an act returns as a tuple is noted."""
     net = w.wrap(make())
     w.step(net)
@@ -448,4 +346,3 @@ def acted(w: World, make: Callable[[], Any], *acts: Callable[[World, Any], Any])
         w.note(found=found if isinstance(found, tuple) else None)
         w.step(net)
     w.step(net)
-    return net

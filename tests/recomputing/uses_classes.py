@@ -2,55 +2,54 @@
 
 import copy
 import functools
-import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
-from uses import Light, Two, World, acted, gained, image, light, made, of_class, own, put, row, table, total
+from uses import Act, Light, Make, Net, Two, World, acted, gained, image, light, made, of_class, own, put, table, total
 
 # 1. Hooks
 
-Register = Callable[[World, Any], Any]
 
-
-def noting(w: World) -> Callable[..., None]:
+def noting(w: World) -> Act:
     """Return a hook that keeps what it is given, and changes nothing."""
     return lambda owner, *given: w.note(hook=(type(owner).__name__, *given))
 
 
-def counting(w: World) -> Callable[..., None]:
-    """Return a hook of all modules, which differ where a network is wrapped."""
+def counting(w: World) -> Act:
+    """Return a hook of modules that differ where a network is wrapped."""
     return lambda owner, *given: w.note(hook=len(given))
 
 
-def doubling(owner: Any, given: Any, out: Any = None) -> Any:
-    """Return twice what a hook is given: the first input, or the output."""
-    return (2 * given[0],) if not isinstance(out, Tensor) else 2 * out
+def doubling(w: World) -> Act:
+    """Return a hook that gives twice what it is given: the first input, or the output."""
+    return lambda owner, given, *out: 2 * out[0] if out and isinstance(out[0], Tensor) else (2 * given[0],)
 
 
-OF_LAYERS: dict[str, Register] = {
-    "a forward hook": lambda w, net: net.block.register_forward_hook(noting(w)),
-    "a forward hook that changes": lambda w, net: net.block.register_forward_hook(doubling),
-    "a forward pre-hook": lambda w, net: net.block.register_forward_pre_hook(noting(w)),
-    "a backward hook": lambda w, net: net.block.register_full_backward_hook(noting(w)),
-    "a backward pre-hook": lambda w, net: net.block.register_full_backward_pre_hook(noting(w)),
+def register(kind: str, hook: Act, path: str = "") -> Act:
+    """Return an act: a hook is added to a module, and its handle returned."""
+    return lambda w, net: getattr(net.get_submodule(path), f"register_{kind}_hook")(hook(w))
+
+
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+OF_LAYERS = {f"a {kind} hook": register(kind, noting, "block") for kind in KINDS} | {
+    "a forward hook that changes": register("forward", doubling, "block"),
     "a hook of all modules": lambda w, net: everywhere.register_module_forward_hook(counting(w)),
     "a pre-hook of all modules": lambda w, net: everywhere.register_module_forward_pre_hook(counting(w)),
 }
-OF_NETWORK: dict[str, Register] = {
-    "a forward hook of the network": lambda w, net: net.register_forward_hook(doubling),
-    "a forward pre-hook of the network": lambda w, net: net.register_forward_pre_hook(doubling),
-    "a backward hook of the network": lambda w, net: net.register_full_backward_hook(counting(w)),
-    "a backward pre-hook of the network": lambda w, net: net.register_full_backward_pre_hook(doubling),
-    "a forward hook of the model": lambda w, net: w.models[-1].register_forward_hook(doubling),
+OF_NETWORK = {
+    f"a {kind} hook of the network": register(kind, doubling) for kind in KINDS if kind != "full_backward"
+} | {
+    "a full_backward hook of the network": register("full_backward", counting),
+    "a forward hook of the model": lambda w, net: w.models[-1].register_forward_hook(doubling(w)),
 }
 
 
-def hooked(w: World, register: Register, runs: bool) -> None:
+def hooked(w: World, register: Act, runs: bool) -> None:
     """Add a hook after a pass: it runs, or is refused in training until it is removed."""
     net = w.wrap(light())
     w.step(net)
@@ -63,7 +62,7 @@ def hooked(w: World, register: Register, runs: bool) -> None:
     w.step(net)
 
 
-def hooked_before(w: World, register: Register) -> None:
+def hooked_before(w: World, register: Act) -> None:
     """Add a hook before the network is wrapped."""
     model = light()
     w.later.append(register(w, model).remove)
@@ -86,7 +85,7 @@ def hooks_of_tensors(w: World, net: Any) -> None:
     w.step(net, x)
 
 
-def hooked_output(w: World, kind: Callable[[], nn.Module], place: int) -> None:
+def hooked_output(w: World, kind: Make, place: int) -> None:
     """Add hooks to an output, and to the node that computes it."""
     outputs = w.forward(net := w.wrap(made(kind)))
     output = (outputs if isinstance(outputs, tuple) else (outputs,))[place]
@@ -105,13 +104,13 @@ def hooks_of_state(w: World, net: Any) -> tuple[Any, ...]:
     return net.state_dict(), str(net.load_state_dict(net.state_dict()))
 
 
-BEFORE = ("a forward hook", "a forward pre-hook", "a backward hook", "a hook of all modules")
-OF_TENSORS: dict[str, Any] = {
+BEFORE = ("a forward hook", "a full_backward hook", "a hook of all modules")
+OF_TENSORS = {
     "optimizers in hooks of parameters": (light, optimizers_in_hooks),
     "hooks of parameters and the image": (light, hooks_of_tensors),
     "hooks of the state": (light, hooks_of_state),
 }
-OF_OUTPUTS: dict[str, Any] = {
+OF_OUTPUTS = {
     "a hook of logits beside maps": (Two, 0),
     "a hook of an inner output": (Two, 1, "refused: hook of an output"),
 }
@@ -119,7 +118,7 @@ HOOKS = (
     table(hooked, {name: (register, False) for name, register in OF_LAYERS.items()})
     | table(hooked, {name: (register, True) for name, register in OF_NETWORK.items()})
     | table(hooked_before, {f"{name}, before": (OF_LAYERS[name], "refused: hooks would not run") for name in BEFORE})
-    | table(hooked_before, {"a hook of the network, before": OF_NETWORK["a forward hook of the network"]})
+    | table(hooked_before, {"a hook of the network, before": register("forward", doubling)})
     | table(acted, OF_TENSORS)
     | table(hooked_output, OF_OUTPUTS)
 )
@@ -127,35 +126,22 @@ HOOKS = (
 # 2. The class of the network
 
 
-class FrozenNorm(Light):
-    """A network whose normalisation stays in evaluation, and which says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm3d(4)
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the mode of all layers but one."""
-        super().train(mode)
-        self.norm.eval()
-        self.trained = mode
-        return self
-
-    def forward(self, x: Tensor) -> Any:
-        """Return logits."""
-        return self.head(self.norm(self.encode(x)))
+def train_but_the_norm(self: Any, mode: bool = True) -> Any:
+    """Set the mode of all layers but one, and take note of it."""
+    Net.train(self, mode)
+    self.norm.eval()
+    self.trained = mode
+    return self
 
 
-class Versioned(Light):
-    """A network with a state of its own."""
+def versioned_state(self: Any, *args: Any, **options: Any) -> Any:
+    """Return the state, with a version."""
+    return {**Light.state_dict(self, *args, **options), "version": 2}
 
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        """Return the state, with a version."""
-        return {**super().state_dict(*args, **options), "version": 2}
 
-    def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
-        """Take the state, without its version."""
-        return super().load_state_dict({key: state[key] for key in state if key != "version"}, *args, **options)
+def load_versioned(self: Any, state: Any, *args: Any, **options: Any) -> Any:
+    """Take the state, without its version."""
+    return Light.load_state_dict(self, {key: state[key] for key in state if key != "version"}, *args, **options)
 
 
 class Tools(Light):
@@ -180,14 +166,6 @@ class Tools(Light):
 
     def __hash__(self) -> int:
         return 5
-
-
-def saved_and_loaded(network: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save({"network": network}, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)["network"]
-    return loaded
 
 
 class Picklable(Light):
@@ -216,7 +194,7 @@ def identified(w: World, net: Any) -> tuple[Any, ...]:
     return kinds, text, names, [type(layer).__name__ for layer in net.modules()][1:], list(net.state_dict(prefix="a."))
 
 
-def around(name: str, path: str = "") -> Callable[[World, Any], None]:
+def around(name: str, path: str = "") -> Act:
     """Return an act: a method of a module is wrapped in another that doubles what it returns."""
 
     def act(w: World, net: Any) -> None:
@@ -244,7 +222,7 @@ def states_between(w: World, net: Any) -> tuple[Any, ...]:
     return *found, net.state_dict()
 
 
-def changed_copy(make: Callable[[Any], Any]) -> Callable[[World, Any], tuple[Any, ...]]:
+def changed_copy(make: Act) -> Act:
     """Return an act: a copy is trained, and after changes of a setting and weights once more."""
 
     def act(w: World, net: Any) -> tuple[Any, ...]:
@@ -283,48 +261,58 @@ def wrapped_child(w: World, model: Any) -> None:
 
 
 TAKEN = ("_schedules", "network", "plan", "budget", "held", "programs", "prepared", "is_silent", "_network", "program")
-METHODS: dict[str, Any] = {
-    "a frozen normalisation": row(
-        lambda: made(FrozenNorm),
+METHODS = {
+    "a frozen normalisation": (
+        lambda: of_class(Net, train=train_but_the_norm),
         lambda w, net: (net.train() is net, net.norm.training),
         lambda w, net: (net.eval() is net, w.forward(net), net.train() is net),
         lambda w, net: net.norm.train(),
         lambda w, net: net.train(),
     ),
-    "training set by name": (light, put(training=False), put(training=True)),
-    "a state of its own": row(
-        lambda: made(Versioned),
+    "a state of its own": (
+        lambda: of_class(state_dict=versioned_state, load_state_dict=load_versioned),
         lambda w, net: (net.state_dict(), str(net.load_state_dict(net.state_dict()))),
     ),
-    "parameters of its own": row(
+    "parameters of its own": (
         lambda: of_class(parameters=lambda self, recurse=True: self.head.parameters(recurse)),
         lambda w, net: torch.optim.SGD(net.parameters(), 0.1).step(),
     ),
     "a call of its own": lambda: of_class(__call__=lambda self, x: 2 * Light.__call__(self, x)),
     "tools of a class": (lambda: made(Tools), used_tools),
     "what it is": (lambda: made(Tools), identified),
-    "a training step of its own": row(
+    "a training step of its own": (
         lambda: of_class(training_step=lambda self, x: total(self(x))),
         lambda w, net: (net.training_step(image()).backward(), total(net.forward(image())).backward()),
     ),
-    "a forward around the forward": (light, around("forward"), lambda w, net: delattr(net, "forward")),
+    "a forward around the forward": (
+        light,
+        around("forward"),
+        lambda w, net: (copy.deepcopy(net)(image()), net.eval()(image()), net.train()(image(0, 1, 9, 6, 5))),
+        lambda w, net: delattr(net, "forward"),
+    ),
+    "a method around the forward": (
+        light,
+        lambda w, net: put(own=net.forward, forward=MethodType(lambda self, x: 2 * self.own(x), net))(w, net),
+        lambda w, net: (net.eval()(image()), net.train() is net),
+    ),
     "an export": (
         light,
         lambda w, net: (torch.export.export(net, (image(),), strict=False).module()(image()),),
     ),
     "a missing attribute": (light, lambda w, net: net.missing, "raises: missing"),
-    "a sequence of layers": row(
+    "a sequence of layers": (
         lambda: made(lambda: nn.Sequential(nn.Conv3d(1, 4, 3), nn.ReLU(), nn.Conv3d(4, 2, 1))),
         lambda w, net: (len(net), [type(layer).__name__ for layer in net], net[:2](image())),
         lambda w, net: net.__setitem__(1, nn.Tanh()),
         lambda w, net: net.append(nn.Tanh()),
         lambda w, net: net.__delitem__(1),
     ),
-    "parts of the network": row(
-        light, lambda w, net: (net.block(net.encode(image())).sum().backward(), net.forward(image()))
+    "parts of the network": (
+        light,
+        lambda w, net: (net.block(net.encode(image())).sum().backward(), net.forward(image())),
     ),
     "slots of the class": (lambda: of_class(__slots__=("gain",)), "refused: Kind.*__slots__"),
-    "names that are taken": row(
+    "names that are taken": (
         lambda: own(lambda self, x: self.head(self.encode(x)) * self.held * self.budget, **dict.fromkeys(TAKEN, 2.0)),
         lambda w, net: tuple(getattr(net, name) for name in TAKEN),
         put(held=3.0, budget=5.0, program=lambda: 1, _schedules=None),
@@ -332,19 +320,14 @@ METHODS: dict[str, Any] = {
     "a deep copy": (lambda: gained(gain=1.0), changed_copy(copy.deepcopy)),
     "a shallow copy": (lambda: gained(gain=1.0), changed_copy(copy.copy)),
     "a pickle": (lambda: made(Picklable), changed_copy(lambda net: pickle.loads(pickle.dumps(net)))),
-    "saved whole": (lambda: made(Picklable), changed_copy(saved_and_loaded)),
     "states between networks": (with_buffers, states_between),
-    "a state that does not fit": row(
-        light, lambda w, net: net.load_state_dict({"a": torch.ones(2)}), "raises: state_dict"
-    ),
-    "functions applied to all modules": row(
+    "a state that does not fit": (
         light,
-        lambda w, net: (
-            net.apply(lambda layer: nn.init.ones_(layer.weight) if isinstance(layer, nn.Conv3d) else None) is net
-        ),
+        lambda w, net: net.load_state_dict({"a": torch.ones(2)}),
+        "raises: state_dict",
     ),
 }
-WRAPPED: dict[str, Any] = {
+WRAPPED = {
     "wrapped twice": (lambda w: w.wrap(w.wrap(light())), "refused: recomputes already"),
     "a wrapped child": lambda w: wrapped_child(w, gained(gain=1.0)),
     "one model wrapped by two, and itself": lambda w: wrapped_by_two(w, gained(gain=1.0)),
