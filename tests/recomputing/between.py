@@ -17,13 +17,17 @@ CHANNELS = 4
 Operation = nn.Module | Callable[..., Tensor]
 
 
+def inputs_of(operation: Operation) -> int:
+    """Return how many maps an operation takes."""
+    return 1 if isinstance(operation, nn.Module) else len(inspect.signature(operation).parameters)
+
+
 class Between(nn.Module):
     """A copy of an operation between convolutions; the first convolution's result may have another reader."""
 
     def __init__(self, operation: Operation, is_read_again: bool = False) -> None:
         super().__init__()
-        is_module = isinstance(operation, nn.Module)
-        inputs = 1 if is_module else len(inspect.signature(operation).parameters)
+        inputs = inputs_of(operation)
         outputs = operation(*torch.rand(inputs, 1, CHANNELS, *SHAPES[0])).shape[1]
         self.first = nn.ModuleList(nn.Conv3d(2, CHANNELS, 3, padding=1) for _ in range(inputs))
         self.operation = copy.deepcopy(operation)

@@ -47,11 +47,17 @@ def described(tensor: Any, args: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "dtype"),
-    [(True, None), (False, torch.bfloat16), (None, None), (None, torch.bfloat16)],
-    ids=["a CPU's program", "a GPU's, in half precision", "plain", "plain, in half precision"],
+    ("make", "on_cpu", "dtype"),
+    [
+        (chain, True, None),
+        (Branches, True, torch.bfloat16),
+        (chain, False, torch.bfloat16),
+        (Branches, False, None),
+        (Branches, None, None),
+        (windows, None, torch.bfloat16),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("make", [chain, Branches, windows], ids=["chain", "branches", "windows"])
 def test_a_step_on_tensors_without_data_is_the_real_one(
     make: Callable[[], nn.Module], on_cpu: bool | None, dtype: torch.dtype | None
 ) -> None:
