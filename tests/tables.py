@@ -20,3 +20,14 @@ def missing(text: str, parts: Sequence[str]) -> list[str]:
     assert "\n" not in text, text
     counts = {part: len(re.findall(rf"(?<![\w.]){re.escape(part)}(?!\w)", text)) for part in parts}
     return [part for part, count in counts.items() if count < parts.count(part)]
+
+
+def table(text: str) -> list:
+    """Return pytest's parameters for lines of cells between bars, which name the case."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
+    return [pytest.param(*cells, id=" ".join(cells)[:80]) for cells in rows]
+
+
+def says(text: str, words: str) -> bool:
+    """Return whether a text is one line and holds all of these words, parted by ` ... `, in any order."""
+    return "\n" not in text.strip() and all(part.strip() in text for part in words.split(" ... "))

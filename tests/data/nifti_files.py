@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,7 @@ from unet3d.data.check import check_cases
 LPS = np.array([[-1, 0, 0, 10], [0, -1.5, 0, 20], [0, 0, 2.5, -30], [0, 0, 0, 1]], float)
 WARNING = "warning: "  # begins a line of what a run starts despite
 SHIFTED, FLIPPED, NOISY = LPS + np.eye(4, k=3), LPS @ np.diag([-1, 1, 1, 1]), LPS + 1e-6
-HEADER_FIELDS = {
-    **{"dim": (40, "<8h"), "datatype": (70, "<h"), "pixdim": (76, "<8f"), "vox_offset": (108, "<f")},
-    **{
-        "scl_slope": (112, "<f"),
-        "scl_inter": (116, "<f"),
-        "sform_code": (254, "<h"),
-        "qform_code": (252, "<h"),
-        "quatern": (256, "<3f"),
-    },
-    **{"srow_x": (280, "<4f"), "srow_y": (296, "<4f"), "srow_z": (312, "<4f")},
-}
+QUATERN = ["quatern_b", "quatern_c", "quatern_d"]
 
 
 def write(path: Path, voxels: np.ndarray, affine: np.ndarray = LPS) -> Path:
@@ -58,12 +47,19 @@ def save_labels(path: Path, labels: np.ndarray, like: Path) -> None:
     restore.save_image(path, restore.image_like(labels, nifti.open_image("a", like)))
 
 
-def write_header(path: Path, field: str, *values: float) -> Path:
-    """Change one field in the header of a file."""
-    offset, layout = HEADER_FIELDS[field]
+def write_header(path: Path, field: str, *values: float | str) -> Path:
+    """Change one field in the header of a file, numbers or words of them; `quatern` has three."""
+    content = path.read_bytes()
     is_packed = path.name.endswith(".gz")
-    content = bytearray(gzip.decompress(path.read_bytes()) if is_packed else path.read_bytes())
-    struct.pack_into(layout, content, offset, *values)
+    if is_packed:
+        content = gzip.decompress(content)
+    header = nib.Nifti1Header(content[:348], check=False)
+    if field == "quatern":
+        for name, value in zip(QUATERN, values, strict=True):
+            header[name] = value
+    else:
+        header[field] = np.reshape(values, header[field].shape)
+    content = header.binaryblock + content[348:]
     path.write_bytes(gzip.compress(content) if is_packed else content)
     return path
 
