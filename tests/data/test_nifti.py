@@ -3,7 +3,6 @@
 import gzip
 import logging
 import resource
-import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from unet3d.base.errors import UserError
 from unet3d.data import nifti, restore
 from unet3d.data.cases import Case
 from unet3d.data.volume import LabelValues, read_label_map
-
-compress = gzip.compress
 
 
 def read(path: Path) -> np.ndarray:
@@ -202,13 +199,6 @@ def test_a_name_that_is_too_long_for_a_file_is_said_so(tmp_path: Path) -> None:
     assert "File name too long" in refusal(tmp_path / f"{'a' * 300}.nii")
 
 
-def test_an_affine_that_overflows_is_refused_without_a_warning(tmp_path: Path) -> None:
-    stored = nib.Nifti2Image(image(), LPS)
-    stored.header["srow_x"] = 1e200, 0, 0, 10
-    (tmp_path / "a.nii").write_bytes(stored.header.binaryblock + bytes(4) + image().tobytes("F"))
-    assert says(refusal(tmp_path / "a.nii"), "1e+200 ... sform")
-
-
 BY_SFORM = (-1, -1, 1, 1)  # what `doubtful_places` makes of LPS
 
 
@@ -284,16 +274,6 @@ def test_an_extension_is_skipped_unread(tmp_path: Path, code: int) -> None:
     assert np.array_equal(read(path), image())
     assert nib.load(path).header.extensions
     assert not nifti.open_image("a", path).header.extensions
-
-
-@promise("data sets", "header extensions (DICOM, XML) ...")
-@without("unet3d.data.nifti.open_image", loaded)
-def test_a_cifti_file_is_read_as_what_its_nifti_header_says(tmp_path: Path) -> None:
-    """nibabel takes such an intent for CIFTI-2, and reads its XML."""
-    stored = nib.Nifti2Image(image(), LPS)
-    stored.header["intent_code"] = 3006
-    (tmp_path / "a.nii").write_bytes(stored.to_bytes())
-    assert np.array_equal(read(tmp_path / "a.nii"), image())
 
 
 def reading(stream: gzip.GzipFile, offset: int) -> None:
@@ -401,13 +381,17 @@ KEPT = "qform_code sform_code srow_x srow_y srow_z qoffset_x quatern_b xyzt_unit
     "NIfTI on the grid of the input, with its header; X Y Z class",
 )
 @promise("Prediction", "images turned, anisotropic, in ...")
-@pytest.mark.parametrize(("kind", "shape"), [(nib.Nifti1Image, (6, 5, 4)), (nib.Nifti2Image, (6, 5, 4, 2))])
+@pytest.mark.parametrize(
+    ("kind", "shape", "least", "stored"),
+    [(nib.Nifti1Image, (6, 5, 4), 0, np.uint8), (nib.Nifti2Image, (6, 5, 4, 2), 256, np.uint16)],
+)
 def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
-    tmp_path: Path, kind: type, shape: tuple
+    tmp_path: Path, kind: type, shape: tuple, least: int, stored: type
 ) -> None:
+    labels = label().astype(stored) + least
     like = tmp_path / "like.nii.gz"
     nib.save(tilted(kind, shape), like)
-    save_labels(tmp_path / "out.nii.gz", label(), like)
+    save_labels(tmp_path / "out.nii.gz", labels, like)
     before, after = nib.load(like), nib.load(tmp_path / "out.nii.gz")
     assert type(after) is kind
     for field in KEPT.split():
@@ -416,16 +400,8 @@ def test_saved_labels_keep_the_header_to_the_bit_but_for_the_intensities(
     assert after.header["pixdim"][:4].tobytes() == before.header["pixdim"][:4].tobytes()
     assert after.header.get_slope_inter() == (None, None)
     assert after.header["cal_max"] == 0, "a display range of intensities hides labels"
-    assert after.get_data_dtype() == np.uint8
-    assert np.array_equal(np.asanyarray(after.dataobj), label())
-
-
-def test_labels_above_255_are_saved_as_uint16(tmp_path: Path) -> None:
-    like = write(tmp_path / "like.nii", image())
-    save_labels(tmp_path / "out.nii", np.full((6, 5, 4), 256), like)
-    saved = nib.load(tmp_path / "out.nii")
-    assert saved.get_data_dtype() == np.uint16
-    assert saved.get_fdata().min() == 256
+    assert after.get_data_dtype() == stored
+    assert np.array_equal(np.asanyarray(after.dataobj), labels)
 
 
 @contextmanager
@@ -450,21 +426,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
     assert [*tmp_path.iterdir()] == [path]
 
 
-def stamped(content: bytes, level: int, mtime: float) -> bytes:
-    """Compress with the time of now."""
-    return compress(content, level)
-
-
-@without("gzip.compress", stamped)
-def test_the_same_image_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-    for clock in (1.0, 2_000_000_000.0):
-        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        restore.save_image(tmp_path / "a.nii.gz", nib.Nifti1Image(label(), LPS))
-        written.append((tmp_path / "a.nii.gz").read_bytes())
-    assert written[0] == written[1]
-
-
 def test_the_largest_component_of_the_named_classes_stays_and_all_else_as_it_was() -> None:
     """Class 1 has parts of 8, 3 and 1 voxels, class 2 of 4 and 2; corners touch in the largest of 1."""
     labels = np.zeros((12, 10, 8), np.uint8)
@@ -476,14 +437,6 @@ def test_the_largest_component_of_the_named_classes_stays_and_all_else_as_it_was
     assert np.array_equal(restore.largest_components(labels, [1, 3]), wanted)
     wanted[9, 2, 0:2] = 0
     assert np.array_equal(restore.largest_components(labels, [1, 2]), wanted)
-    assert np.array_equal(restore.largest_components(labels, []), before)
-    assert np.array_equal(labels, before)
-
-
-def test_of_equal_components_one_stays_and_one_within_another_class_too() -> None:
-    labels = np.zeros((5, 1, 1), np.uint16)
-    labels[0] = labels[4] = 1
-    assert restore.largest_components(labels, [1]).ravel().tolist() == [1, 0, 0, 0, 0]
-    labels = np.full((5, 5, 5), 2, np.uint8)
-    labels[2, 2, 2] = 1
-    assert np.array_equal(restore.largest_components(labels, [1, 2]), labels)
+    assert np.array_equal(restore.largest_components(before, []), labels)
+    tie = np.array([1, 0, 0, 1], np.uint16).reshape(4, 1, 1)
+    assert restore.largest_components(tie, [1]).ravel().tolist() == [1, 0, 0, 0]
