@@ -34,7 +34,8 @@ class Thin(nn.Module):
         return self.last(torch.cat([x, torch.relu(self.second(x))], dim=1))
 
 
-ROW = re.compile(r"(?P<schedule>float32|bf16(?: lean| tiles)?) +(?P<patch>\d+x\d+x\d+|none) +(?P<numbers>.*)")
+# A row begins with its budget, and thus not as the line of --peak-of.
+ROW = re.compile(r"^ *\d\S* \S+ +(?P<schedule>float32|bf16(?: \w+)?) +(?P<patch>[\dx]+|none) +(?P<numbers>.*)", re.M)
 
 
 def table(capsys: pytest.CaptureFixture[str], *words: str) -> list[tuple[str, str, list[str]]]:
