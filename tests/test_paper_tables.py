@@ -1,13 +1,13 @@
 """The 3D U-Net paper's experiments: their sweeps, and the script that sets their scores beside its tables."""
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from training import ROOT, TINY, train, yaml_of
+from run_folders import cells, write_run
+from training import ROOT, TINY, train
 
 from unet3d.config import compose
 from unet3d.report.compared_runs import find_runs, read_runs
@@ -19,15 +19,11 @@ SCRIPT.loader.exec_module(cicek2016)
 HEAD = "case,dice/gray,dice/white,iou/gray,iou/white\n"
 
 
-def make(folder: Path, words: list[str], scores: str) -> Path:
-    """A run folder of one of the experiments, with these lines of scores.csv."""
-    folder.mkdir(parents=True)
-    (folder / "STATUS").write_text("done\nexit code 0\n")
-    (folder / "overrides.yaml").write_text(json.dumps(words))
-    (folder / "config.yaml").write_text(yaml_of(*words))
-    if scores:
-        (folder / "scores.csv").write_text(HEAD + scores)
-    return folder
+def made(place: Path, experiment: str, table: str) -> None:
+    """Run folders of an experiment: their words | the lines of scores.csv, divided by spaces."""
+    for number, (words, scores) in enumerate(cells(table)):
+        lines = HEAD + "\n".join(scores.split()) + "\n" if scores else ""
+        write_run(place / str(number), [f"experiment={experiment}", *words.split()], lines)
 
 
 @pytest.mark.parametrize(
@@ -61,64 +57,57 @@ def test_what_the_command_line_names_is_not_swept() -> None:
         added_sweep("experiment=cicek2016_slices,cicek2016_semi")
 
 
-def printed(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """Return the cells of each line that the script prints of the runs in a folder, and draw them."""
-    monkeypatch.setattr("sys.argv", ["cicek2016.py", str(folder), "--picture", str(folder / "table.png")])
-    cicek2016.main()
-    assert (folder / "table.png").stat().st_size > 10**4
-    return [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:]]
+SLICES = """
+data.sparse=[5,5,3]        | b,1,1,.8,.9 a,1,1,.4,
+data.sparse=[5,5,3] seed=1 | b,1,1,.8,.9 a,1,1,.6,
+data.sparse=[5,5,3] seed=2 |
+data.sparse=[1,1,1]        | b,1,1,.25,.75 a,1,1,.25,.25
+"""
+FOLDS = """
+model=cicek2016_2d data.fold=0 | a,1,1,.25,.75
+model=cicek2016_2d data.fold=1 | b,1,1,.25,.25
+data.fold=0                    | a,1,1,.5,.5
+data.fold=1                    |
+"""
 
 
+@pytest.mark.slow
 def test_iou_by_slices_has_a_column_a_case_and_a_cell_is_the_mean_over_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "experiment=cicek2016_slices"
-    make(tmp_path / "0", [said, "data.sparse=[5,5,3]"], "b,1,1,.8,.9\na,1,1,.4,\n")
-    make(tmp_path / "1", [said, "data.sparse=[5,5,3]", "seed=1"], "b,1,1,.8,.9\na,1,1,.6,\n")
-    make(tmp_path / "2", [said, "data.sparse=[5,5,3]", "seed=2"], "")
-    make(tmp_path / "3", [said, "data.sparse=[1,1,1]"], "b,1,1,.25,.75\na,1,1,.25,.25\n")
-    assert printed(tmp_path, monkeypatch, capsys) == [
+    """The script prints them, and draws them."""
+    made(tmp_path, "cicek2016_slices", SLICES)
+    monkeypatch.setattr("sys.argv", ["cicek2016.py", str(tmp_path), "--picture", str(tmp_path / "table.png")])
+    cicek2016.main()
+    assert (tmp_path / "table.png").stat().st_size > 10**4
+    assert [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[2:]] == [
         ["1,1,1", "0.250", "0.500", "0.375", "0.331", "0.483", "0.475", "0.430"],
         ["5,5,3", "0.500", "0.850", "0.675", "0.856", "0.849", "0.872", "0.859"],
     ]
 
 
-def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = "experiment=cicek2016_full"
-    make(tmp_path / "0", [said, "model=cicek2016_2d", "data.fold=0"], "a,1,1,.25,.75\n")
-    make(tmp_path / "1", [said, "model=cicek2016_2d", "data.fold=1"], "b,1,1,.25,.25\n")
-    make(tmp_path / "2", [said, "data.fold=0"], "a,1,1,.5,.5\n")
-    make(tmp_path / "3", [said, "data.fold=1"], "")
-    assert [row[:2] for row in printed(tmp_path, monkeypatch, capsys)] == [
-        ["3D with BN", "0.500"],
-        ["2D with BN", "0.500"],
-    ]
-    _, rows = cicek2016.beside(cicek2016.TABLES["cicek2016_full"], read_runs(find_runs([tmp_path])))
+@pytest.mark.slow
+def test_iou_by_network_has_a_column_a_fold_and_no_mean_of_some(tmp_path: Path) -> None:
+    made(tmp_path, "cicek2016_full", FOLDS)
+    runs = read_runs(find_runs([tmp_path]))
+    _, rows = cicek2016.beside(cicek2016.table_of(runs), runs)
+    assert [row.name for row in rows] == ["3D with BN", "2D with BN"]
     assert [cicek2016.text(row.ours) for row in rows] == [["0.500", "", ""], ["0.500", "0.250", "0.375"]]
 
 
 def test_runs_of_two_experiments_or_of_none_have_no_table(tmp_path: Path) -> None:
     words = (["experiment=cicek2016_full", "data.fold=0"], ["experiment=cicek2016_slices"], [])
-    rows = read_runs([make(tmp_path / str(number), said, "") for number, said in enumerate(words)])
+    rows = read_runs([write_run(tmp_path / str(number), said) for number, said in enumerate(words)])
     for runs in (rows, rows[2:]):
         with pytest.raises(SystemExit, match="cicek2016_slices"):
             cicek2016.table_of(runs)
-    assert cicek2016.table_of(rows[:1]) is cicek2016.TABLES["cicek2016_full"]
 
 
 @pytest.mark.slow
 def test_an_experiment_is_one_command_and_its_jobs_are_sweeps_of_one_each(tmp_path: Path) -> None:
     """`experiment=` alone asks for several runs; each of them names its values, and so is no sweep itself."""
-    small = (
-        "model=unet_tiny",
-        "data.patch=[16,16,16]",
-        "data.augment.elastic=0",
-        "dry_run=true",
-        "hydra.sweep.dir=sweep",
-    )
-    done = train(tmp_path, *TINY, "experiment=cicek2016_slices", *small)
+    small = ("model=unet_tiny", "data.patch=[16,16,16]", "data.augment.elastic=0", "dry_run=true")
+    done = train(tmp_path, *TINY, "experiment=cicek2016_slices", *small, "hydra.sweep.dir=sweep")
     assert done.code == 0, done.err
     words = [path.read_text().splitlines()[-1] for path in sorted(tmp_path.glob("sweep/*/overrides.yaml"))]
     assert [word.rpartition("=")[2] for word in words] == ["[1,1,1]", "[2,2,1]", "[3,3,2]", "[5,5,3]"]

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+import yaml
 from guards import no, without
 from promises import promise
+from run_folders import cells
 from training import TINY, face, numbers, train
 
 import unet3d
@@ -20,8 +21,7 @@ from unet3d import build
 from unet3d.base.errors import CheckpointError, NotSaved, UserError
 from unet3d.config import compose
 from unet3d.config.schema import LAYOUTS, Model
-from unet3d.data.cases import Case, read_dataset
-from unet3d.data.nifti import stem
+from unet3d.data.cases import Case
 from unet3d.report.held_out import SCORES_TITLE
 from unet3d.run import checkpoint, predict, predicted_files, publish
 
@@ -38,103 +38,126 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pair(finished: Path, tmp_path: Path) -> Iterator[list[Path]]:
-    """Its checkpoint, and one of the same kind with other weights."""
-    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
+def last(finished: Path) -> Path:
+    return finished / "checkpoints" / "last.pt"
+
+
+@pytest.fixture
+def other(last: Path, tmp_path: Path) -> Path:
+    """A checkpoint of the same kind with other weights."""
+    state = checkpoint.load_checkpoint(last)
     for weights in (state["model"], state["average"]):
         for name in weights:
             weights[name] = weights[name] * 1.5 + 0.01
     checkpoint.save_checkpoint(tmp_path / "other.pt", state)
-    yield [finished / "checkpoints" / "last.pt", tmp_path / "other.pt"]
+    return tmp_path / "other.pt"
 
 
-def overrides(finished: Path, *more: str) -> list[str]:
+def change(path: Path, keys: str, value: Any) -> None:
+    """Set `key.key ...` of a checkpoint; `...` removes it."""
+    state = inner = checkpoint.load_checkpoint(path)
+    *groups, name = keys.split(".")
+    for key in groups:
+        inner = inner[key]
+    inner[name] = value
+    if value is ...:
+        del inner[name]
+    checkpoint.save_checkpoint(path, state)
+
+
+def image(path: Path, *shape: int, affine: Any = None) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4) if affine is None else affine), path)
+    return path
+
+
+def options(finished: Path, *more: str) -> list[str]:
     return [*TINY, f"data.root={finished.parent / 'data' / 'phantom'}", *more]
 
 
-def change(path: Path, *keys: str, value: Any) -> None:
-    """Set state[key][key] ... of a checkpoint."""
-    state = inner = checkpoint.load_checkpoint(path)
-    for key in keys[:-1]:
-        inner = inner[key]
-    inner[keys[-1]] = value
-    checkpoint.save_checkpoint(path, state)
+def labels(path: Path) -> np.ndarray:
+    return np.asanyarray(nib.load(path).dataobj)
+
+
+# --- several networks in one file
 
 
 @promise("Prediction", "the module of a file of several networks", "their mean")
 @pytest.mark.slow
-def test_networks_published_as_one_give_the_mean_of_their_logits(pair: list[Path], tmp_path: Path) -> None:
-    publish.publish(pair, tmp_path / "both.pt")
+def test_networks_published_as_one_give_the_mean_of_their_logits(last: Path, other: Path, tmp_path: Path) -> None:
+    """Also those that were validated with other numbers of windows at once."""
+    change(other, "config.inference.batch", 3)
+    paths = (last, other, tmp_path / "both.pt")
+    publish.publish([last, other], tmp_path / "both.pt")
     tile = torch.randn(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    predictors = [predict.load(path, "cpu").segmenter.predictor for path in paths]
+    assert [predictor.batch for predictor in predictors] == [1, 3, 1]
     with torch.no_grad():
-        one, other, both = (
-            predict.load(path, "cpu").segmenter.predictor.window_logits(tile) for path in (*pair, tmp_path / "both.pt")
-        )
-    assert (one - other).abs().max() > 0.1
-    torch.testing.assert_close(both, (one + other) / 2)
-    with torch.no_grad():  # the module alone does not mirror
-        one, other, both = (unet3d.load(path, "cpu").module(tile) for path in (*pair, tmp_path / "both.pt"))
-    torch.testing.assert_close(both, (one + other) / 2)
-    publish.publish([tmp_path / "both.pt", pair[0]], tmp_path / "three.pt")  # what is published can be joined again
+        one, two, mean = (predictor.window_logits(tile) for predictor in predictors)
+        assert (one - two).abs().max() > 0.1
+        torch.testing.assert_close(mean, (one + two) / 2)
+        one, two, mean = (unet3d.load(path, "cpu").module(tile) for path in paths)  # which alone does not mirror
+        torch.testing.assert_close(mean, (one + two) / 2)
+    publish.publish([tmp_path / "both.pt", last], tmp_path / "three.pt")  # what is published can be joined again
     assert len(predict.load(tmp_path / "three.pt", "cpu").segmenter.predictor.models) == 3
 
 
+DIFFERENCES = """
+model_options.features     | [8, 8]                    | model.features
+classes                    | [a, b, c, d]              | classes
+config.data.spacing        | [2.0, 2.0, 2.0]           | data.spacing
+config.data.patch          | [16, 16, 32]              | data.patch
+config.data.affine         | qform                     | data.affine
+config.data.augment.mirror | [0]                       | data.augment.mirror
+config.data.label_map      | {1: 2, 2: 1, 3: 3}        | data.label_map
+config.inference.mirror    | false                     | inference.mirror
+intensity                  | [{kind: none, low: 0.0, high: 0.0, mean: 0.0, std: 1.0}] | intensity
+"""
+
+
 @promise("Prediction", "`score` with a `data.label_map` ...")
-@pytest.mark.parametrize(
-    ("path", "value", "option"),
-    [
-        (("model_options", "features"), [8, 8], r"model\.features"),
-        (("classes",), ["a", "b", "c", "d"], "classes"),
-        (("config", "data", "spacing"), [2.0, 2.0, 2.0], r"data\.spacing"),
-        (("config", "data", "patch"), [16, 16, 32], r"data\.patch"),
-        (("config", "data", "augment", "mirror"), [0], r"data\.augment\.mirror"),
-        (("config", "data", "label_map"), {1: 2, 2: 1, 3: 3}, r"data\.label_map"),
-        (("config", "inference", "mirror"), False, r"inference\.mirror"),
-        (("intensity",), [{"kind": "none", "low": 0.0, "high": 0.0, "mean": 0.0, "std": 1.0}], "intensity"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "value", "option"), cells(DIFFERENCES))
 def test_networks_that_see_images_differently_are_not_published_as_one(
-    pair: list[Path], tmp_path: Path, path: tuple, value: Any, option: str
+    last: Path, other: Path, tmp_path: Path, keys: str, value: str, option: str
 ) -> None:
-    change(pair[1], *path, value=value)
-    with pytest.raises(UserError, match=rf"other\.pt: .*last\.pt.*\b{option}\b"):
-        publish.publish(pair, tmp_path / "both.pt")
+    change(other, keys, yaml.safe_load(value))
+    with pytest.raises(UserError, match=rf"other\.pt: .*last\.pt.*\b{re.escape(option)}\b"):
+        publish.publish([last, other], tmp_path / "both.pt")
     assert not (tmp_path / "both.pt").exists()
 
 
-def test_networks_validated_with_other_numbers_of_windows_are_published_as_one(
-    pair: list[Path], tmp_path: Path
-) -> None:
-    change(pair[1], "config", "inference", "batch", value=3)
-    publish.publish(pair, tmp_path / "both.pt")
-    assert predict.load(tmp_path / "both.pt", "cpu").segmenter.predictor.batch == 1
-    assert predict.load(pair[1], "cpu").segmenter.predictor.batch == 3
+# A part of a checkpoint | what stands there.
+WRONG = """
+others        | 7
+others        | [ab]
+others        | [{}]
+others        | [{x: 1}]
+others        | {a: 1}
+average       | 7
+average       | [7]
+average       | ab
+average       | {x: 1}
+channels      | removed
+step          | removed
+model_options | removed
+largest       | 7
+largest       | [organ]
+largest       | [0]
+largest       | [1, 1]
+largest       | [4]
+largest       | [true]
+"""
 
 
-@pytest.mark.parametrize("others", [7, [7], ["ab"], [{}], [{"x": 1}], {"a": 1}, [{1: torch.zeros(1)}]])
-def test_a_published_checkpoint_of_wrong_networks_is_refused(finished: Path, tmp_path: Path, others: Any) -> None:
-    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
-    for splits in ([{}], [{}, {}]):
-        checkpoint.save_checkpoint(tmp_path / "wrong.pt", state | {"others": others, "splits": splits})
-        with pytest.raises(CheckpointError, match=r"wrong\.pt"):
-            predict.load(tmp_path / "wrong.pt", "cpu")
-
-
-@pytest.mark.parametrize("average", [7, [7], "ab", {"x": 1}, torch.zeros(3, 2)], ids=repr)
-def test_an_average_that_is_none_of_a_network_is_refused(finished: Path, tmp_path: Path, average: Any) -> None:
-    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
-    checkpoint.save_checkpoint(tmp_path / "wrong.pt", state | {"average": average})
-    with pytest.raises(CheckpointError, match=r"wrong\.pt"):
-        predict.load(tmp_path / "wrong.pt", "cpu")
-
-
-@pytest.mark.parametrize("key", ["channels", "step", "model_options"])
-def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: list[Path], tmp_path: Path) -> None:
-    state = checkpoint.load_checkpoint(pair[1])
-    del state[key]
-    checkpoint.save_checkpoint(pair[1], state)
-    with pytest.raises(CheckpointError, match=rf"other\.pt: .*\b{key}\b"):
-        publish.publish(pair, tmp_path / "both.pt")
+@promise("checkpoints and run folders", "post-processing in a file is numbers of its classes")
+@without("unet3d.run.checkpoint._refuse_contradictions", no, only="largest-[0]")
+@pytest.mark.parametrize(("name", "value"), cells(WRONG))
+def test_a_checkpoint_of_wrong_or_missing_parts_is_refused(other: Path, tmp_path: Path, name: str, value: str) -> None:
+    change(other, name, ... if value == "removed" else yaml.safe_load(value))
+    if name == "others":
+        change(other, "splits", [{}, {}])
+    with pytest.raises(CheckpointError, match=rf"other\.pt: .*{name if value == 'removed' else ''}"):
+        publish.publish([other], tmp_path / "both.pt")
 
 
 @promise(
@@ -143,9 +166,9 @@ def test_a_checkpoint_that_lacks_what_is_published_is_refused(key: str, pair: li
 )
 @pytest.mark.parametrize("kind", ["aliased", "expanded"])
 def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
-    pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    last: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    state = checkpoint.load_checkpoint(pair[0])
+    state = checkpoint.load_checkpoint(last)
     names = ("config", "model_options", "classes", "channels", "intensity", "step", "model")
     kept = {name: state[name] for name in names} | {"average": {}}
     if kind == "aliased":
@@ -161,27 +184,146 @@ def test_a_small_file_that_describes_many_or_large_networks_takes_no_memory(
         predict.load(tmp_path / "bomb.pt", "cpu")
 
 
-def test_a_checkpoint_scores_as_its_run_did(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    net, out = str(tmp_path / "net.pt"), str(tmp_path / "out")
-    for words in (
-        ["publish", str(finished / "checkpoints" / "last.pt"), "-o", net],
-        ["score", net, "-o", out, *overrides(finished)],
-    ):
-        assert face(*words) == 0
-    assert (tmp_path / "out" / "scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
-    printed = capsys.readouterr()
-    assert printed.err == "" and "HD95 (mm)" in printed.out
-    assert net in printed.out.replace("\n", "")
+# --- the command score
 
 
 @pytest.mark.slow
-def test_scores_are_named_after_the_checkpoint_and_its_weights(
-    pair: list[Path], finished: Path, tmp_path: Path
+def test_a_checkpoint_scores_as_its_run_did_and_says_of_which_weights(
+    last: Path, finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    publish.publish(pair, tmp_path / "both.pt")
-    for path, part in ((pair[0], r"step 4\b.*average"), (tmp_path / "both.pt", r"\b2\b")):
-        title = publish.score(path, compose.compose(overrides(finished)), tmp_path / path.stem)
-        assert title.startswith(SCORES_TITLE) and re.search(part, title.partition(str(path))[2])
+    publish.publish([last], tmp_path / "net.pt")
+    assert face("score", tmp_path / "net.pt", "-o", tmp_path / "out", *options(finished)) == 0
+    assert (tmp_path / "out" / "scores.csv").read_bytes() == (finished / "scores.csv").read_bytes()
+    printed = capsys.readouterr()
+    assert (
+        printed.err == "" and "HD95 (mm)" in printed.out and str(tmp_path / "net.pt") in printed.out.replace("\n", "")
+    )
+    publish.publish([last, last], tmp_path / "both.pt")
+    for path, part in ((last, "step 4, average of the weights"), (tmp_path / "both.pt", "mean of 2 networks")):
+        title = publish.score(path, compose.compose(options(finished)), tmp_path / path.stem)
+        assert title == f"{SCORES_TITLE}, {path} ({part})"
+
+
+def test_what_is_there_is_not_scored_over(finished: Path, last: Path) -> None:
+    before = (finished / "scores.csv").read_bytes()
+    with pytest.raises(UserError, match=re.escape(str(finished / "scores.csv"))):
+        publish.score(last, compose.compose(options(finished)), finished)
+    assert (finished / "scores.csv").read_bytes() == before
+
+
+def warnings_of(path: Path, capsys: Capture, *words: str) -> str:
+    """What `score` prints on stderr before it finds no place for its scores."""
+    (path.parent / "file").touch()
+    with pytest.raises(NotSaved, match=r"scores\.csv: .*Not a directory"):
+        publish.score(path, compose.compose(words), path.parent / "file" / "out")
+    return capsys.readouterr().err
+
+
+# What is changed in a checkpoint | to what | the options of the data | the warning.
+DOUBTS = r"""
+config.data.fold         | 1                  |                          | 1 of 1 networks .* another split
+config.data.split        | /some/split.json   |                          | 1 of 1 networks .* another split
+config.data.val_fraction | 0.5                |                          | 1 of 1 networks .* another split
+config.data.folds        | 4                  |                          | nothing
+config.data.label_map    | {1: 2, 2: 1, 3: 3} |                          | \{1:2,2:1,3:3\}.*\{1:1,2:2,3:3\}
+config.data.label_map | null | data.label_map={1:2,2:1,3:3} data.classes=[background,organ,vessel,lesion] | 2:2.*2:1
+config.data.label_map    | null               | data.label_map={1:1,2:[2],3:3} | nothing
+config.data.affine       | qform              | data.affine=sform        | data\.affine=qform.*sform
+config.data.affine       | qform              |                          | nothing
+fingerprint              | 7                  |                          | nothing
+fingerprint              | {training cases: 7} |                         | nothing
+fingerprint              | {training cases: [other]} |                   | nothing
+fingerprint              | {training cases: [other, CASE]} |             | from 1 of the 1 cases that are scored: CASE
+"""
+
+
+@promise(
+    "Prediction",
+    "`score` with a `data.label_map` of equal class names and other labels; publishing networks with different ones",
+    "one warning with both maps; refused",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "value", "words", "line"), cells(DOUBTS))
+def test_data_that_may_be_others_than_in_training_are_warned_of(
+    other: Path, finished: Path, capsys: Capture, keys: str, value: str, words: str, line: str
+) -> None:
+    (case,) = [path.name.removesuffix(".nii.gz") for path in (finished / "predictions").iterdir()]
+    change(other, keys, yaml.safe_load(value.replace("CASE", case)))
+    found = warnings_of(other, capsys, *options(finished, *words.split()))
+    wanted = line.replace("CASE", case)
+    assert found == "" if line == "nothing" else re.fullmatch(rf"warning: \S+other\.pt: .*{wanted}.*\n", found)
+
+
+def test_of_several_networks_each_split_is_compared_and_none_names_a_file(
+    last: Path, other: Path, finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    change(other, "config.data.split", "/somewhere/split.json")
+    publish.publish([last, other], tmp_path / "both.pt")
+    assert b"somewhere" not in (tmp_path / "both.pt").read_bytes()
+    assert "both.pt: 1 of 2 networks" in warnings_of(tmp_path / "both.pt", capsys, *options(finished))
+
+
+def two_channels(path: Path) -> None:
+    """Make a checkpoint one of a network that takes two channels."""
+    state = checkpoint.load_checkpoint(path)
+    state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
+    first = next(name for name, value in state["model"].items() if value.dim() == 5 and value.shape[1] == 1)
+    for weights in (state["model"], state["average"]):
+        weights[first] = weights[first].repeat(1, 2, 1, 1, 1)
+    checkpoint.save_checkpoint(path, state | {"channels": ["T1", "T2"], "seen": None})
+
+
+def test_data_that_a_network_is_not_for_is_not_scored(last: Path, other: Path, finished: Path, tmp_path: Path) -> None:
+    semi = compose.compose(options(finished, "data.sparse=[3,3,3]", "data.semi=true"))
+    with pytest.raises(UserError, match=r"data\.semi\b"):
+        publish.score(last, semi, tmp_path / "out")
+    background, first, second, *rest = checkpoint.load_checkpoint(other)["classes"]
+    change(other, "classes", [background, second, first, *rest])
+    with pytest.raises(UserError, match=rf"background, {second}, {first}.*background, {first}, {second}"):
+        publish.score(other, compose.compose(options(finished)), tmp_path / "out")
+    two_channels(other)
+    with pytest.raises(UserError, match=r"other\.pt: .*\b2 channels.*\b1\b"):
+        publish.score(other, compose.compose(options(finished)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_channels_of_other_names_are_warned_of(other: Path, finished: Path, tmp_path: Path, capsys: Capture) -> None:
+    (source,) = finished.parent.glob("data/phantom/*/")
+    root = shutil.copytree(source, tmp_path / "set")
+    manifest = json.loads((root / "dataset.json").read_text())
+    (root / "dataset.json").write_text(json.dumps(manifest | {"modality": {"0": "T2", "1": "T1"}}))
+    for path in root.glob("imagesTr/*.nii.gz"):
+        stored = nib.load(path)
+        nib.save(nib.Nifti1Image(np.stack([stored.get_fdata(dtype=np.float32)] * 2, -1), stored.affine), path)
+    two_channels(other)
+    found = warnings_of(other, capsys, "data=decathlon", f"data.root={root}", "device=cpu")
+    assert re.search(r"other\.pt: .*T1, T2.*T2, T1", found)
+
+
+@promise(
+    "Prediction",
+    "`score` without the label map, classes or layout of the network",
+    "they are the checkpoint's, and a line says so",
+)
+@pytest.mark.slow
+def test_scores_are_of_labels_as_the_network_learned_them(
+    other: Path, finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """The layout, classes and label map of the checkpoint, where neither the command nor its plan names others."""
+    learned = {"format": "decathlon", "label_map": {1: [1, 2, 3]}, "classes": ["background", "all"]}
+    for name, value in learned.items():
+        change(other, f"config.data.{name}", value)
+    (root,) = finished.parent.glob("data/phantom/*/")
+    (tmp_path / "plan.yaml").write_text("options: {data: {format: decathlon, label_map: null}}\n")
+    for more, taken in (([], True), (["data.label_map=null"], False), ([f"plan={tmp_path / 'plan.yaml'}"], False)):
+        words = (f"data.root={root}", "device=cpu", *more, "-o", tmp_path / f"scores{len(str(more))}")
+        assert face("score", other, *words) == (2 if taken else 0)
+        printed = capsys.readouterr()
+        assert ("data.label_map={1:[1,2,3]}" in printed.out) == taken
+        assert not taken or re.search(r"other\.pt: .*\bbackground, all\b", printed.err)
+
+
+# --- predictions
 
 
 @promise(
@@ -190,246 +332,80 @@ def test_scores_are_named_after_the_checkpoint_and_its_weights(
     "label maps hold the files' values, of a class of several its number; the last line says which",
 )
 def test_label_maps_hold_the_values_of_the_files_that_the_network_learned_from(
-    finished: Path, tmp_path: Path, capsys: Capture
+    last: Path, finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    label_map, values = {1: 500, 2: [2, 5], 3: 4}, (0, 500, 2, 4)
-    words = "0 background, 500 organ, 2 vessel (in the files 2, 5), 4 lesion"
-    shutil.copy(finished / "checkpoints" / "last.pt", tmp_path / "net.pt")
-    change(tmp_path / "net.pt", "config", "data", "label_map", value=label_map)
-    (numbered, *_) = (finished / "predictions").iterdir()
+    net = shutil.copy(last, tmp_path / "net.pt")
+    change(net, "config.data.label_map", {1: 500, 2: [2, 5], 3: 4})
+    (numbered,) = (finished / "predictions").iterdir()
     (path,) = finished.parent.glob(f"data/phantom/*/imagesTr/{numbered.name}")
-    assert face("predict", tmp_path / "net.pt", path, "-o", tmp_path / "out", "--device", "cpu") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("1 label map written") and words in last
-    expected = np.array(values)[np.asanyarray(nib.load(numbered).dataobj)]
-    assert np.array_equal(np.asanyarray(nib.load(tmp_path / "out" / numbered.name).dataobj), expected)
-    network = unet3d.load(tmp_path / "net.pt", device="cpu")
-    assert network.values == values
-    assert np.array_equal(np.asanyarray(network.segment(path).dataobj), expected)
-
-
-def test_what_is_there_is_not_scored_over(finished: Path) -> None:
-    before = (finished / "scores.csv").read_bytes()
-    with pytest.raises(UserError, match=re.escape(str(finished / "scores.csv"))):
-        publish.score(finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), finished)
-    assert (finished / "scores.csv").read_bytes() == before
-
-
-def warnings_of(path: Path, capsys: Capture, *words: str) -> str:
-    """What `score` prints on stderr before it finds no place for its scores."""
-    (path.parent / "file").touch()
-    with pytest.raises(NotSaved):
-        publish.score(path, compose.compose(words), path.parent / "file" / "out")
-    return capsys.readouterr().err
-
-
-def test_scores_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotSaved, match=r"scores\.csv: .*Not a directory"):
-        publish.score(
-            finished / "checkpoints" / "last.pt", compose.compose(overrides(finished)), tmp_path / "file" / "x"
-        )
+    assert face("predict", net, path, "-o", tmp_path / "out", "--device", "cpu") == 0
+    end = capsys.readouterr().out.splitlines()[-1]
+    assert end.startswith("1 label map written")
+    assert "0 background, 500 organ, 2 vessel (in the files 2, 5), 4 lesion" in end
+    expected = np.array([0, 500, 2, 4])[labels(numbered)]
+    assert np.array_equal(labels(tmp_path / "out" / numbered.name), expected)
+    network = unet3d.load(net, device="cpu")
+    assert network.values == (0, 500, 2, 4) and np.array_equal(network.segment(path).dataobj, expected)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "asked"),
+    ("changes", "mirror", "prepared"),
     [
-        ("fold", 1, ["data.fold=0", "data.folds=4"]),
-        ("split", "/somewhere/split.json", []),
-        ("val_fraction", 0.5, []),
+        ({}, None, (None, False, (0, 1, 2))),
+        ({}, False, (None, False, ())),
+        ({"data.spacing": [2.0, 2.0, 2.0], "data.format": "nnunet"}, None, ([2.0, 2.0, 2.0], True, (0, 1, 2))),
+        ({"inference.mirror": False}, None, (None, False, ())),
+        ({"inference.mirror": False}, True, (None, False, (0, 1, 2))),
+        ({"data.augment.mirror": []}, True, (None, False, ())),
     ],
 )
-def test_scores_on_another_split_are_warned_of(
-    pair: list[Path],
-    finished: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    option: str,
-    value: Any,
-    asked: list[str],
+def test_a_checkpoints_preparation_is_that_of_its_run(
+    other: Path, capsys: Capture, changes: dict[str, Any], mirror: bool | None, prepared: tuple[Any, ...]
 ) -> None:
-    """Of whichever network of several: the first was trained with the split that is asked for, or none was."""
-    change(pair[1], "config", "data", option, value=value)
-    if option == "semi":
-        change(pair[1], "config", "data", "sparse", value=[3, 3, 3])
-    publish.publish(pair, tmp_path / "both.pt")
-    assert b"somewhere" not in (tmp_path / "both.pt").read_bytes()
-    line = warnings_of(tmp_path / "both.pt", capsys, *overrides(finished, *asked))
-    assert re.search(rf"both\.pt: {1 + bool(asked)}\b.*\b2\b", line) and line.count("\n") == 1
+    """Its spacing, how its layout names files, and whether it mirrors, unless the command says otherwise."""
+    for name, value in changes.items():
+        change(other, f"config.{name}", value)
+    found = predict.load(other, "cpu", mirror=mirror).segmenter
+    by_channel = LAYOUTS[found.options.format].get("by_channel", False)
+    assert (found.options.spacing, by_channel, found.predictor.mirror) == prepared
+    assert ("data.augment.mirror=[]" in capsys.readouterr().err) == ("data.augment.mirror" in changes)
 
 
-def test_folds_do_not_matter_where_there_is_no_fold(pair: list[Path], finished: Path, capsys: Capture) -> None:
-    change(pair[1], "config", "data", "folds", value=4)
-    assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
+# The files of a folder, *N: of N channels | those that are named | channels | the cases | the problems.
+FILES = """
+b_0000 b_0001 p_0001*2                            | .                     | 2 | b p_0001 | nothing
+b_0000 b_0001 p_0001*2                            | b_0001.nii p_0001.nii | 2 | b p_0001 | nothing
+b_0000 b_0002 p_0001*2                            | .                     | 2 | p_0001   | b: /b_0001
+b_0000 b_0001 b_0002                              | .                     | 2 |        | b: has 3 .*b_0002.* 2 
+b_0001 b_0002 c_0000 c_0002 d_0000 d_0001 whole*3 | .                 | 3 | whole | b: /b_0000; c: /c_0001; d: /d_0002
+a_0000 b_0001                                     | .                     | 1 | a_0000 b_0001 | nothing
+a_0000 b_0001                            | .                     | 1 by channel | a b_0001 | nothing
+"""
 
 
-def test_data_that_a_network_is_not_for_is_not_scored(finished: Path, tmp_path: Path) -> None:
-    state = checkpoint.load_checkpoint(finished / "checkpoints" / "last.pt")
-    state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
-    state["channels"], state["seen"] = ["T1", "T2"], None
-    checkpoint.save_checkpoint(tmp_path / "two.pt", state)
-    with pytest.raises(UserError, match=r"two\.pt: .*\b2\b.*background, .*\b1\b"):
-        publish.score(tmp_path / "two.pt", compose.compose(overrides(finished)), tmp_path / "out")
-    semi = compose.compose(overrides(finished, "data.sparse=[3,3,3]", "data.semi=true"))
-    with pytest.raises(UserError, match=r"data\.semi\b"):
-        publish.score(finished / "checkpoints" / "last.pt", semi, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_classes_in_another_order_are_not_scored(pair: list[Path], finished: Path, tmp_path: Path) -> None:
-    background, first, second, *rest = checkpoint.load_checkpoint(pair[1])["classes"]
-    change(pair[1], "classes", value=[background, second, first, *rest])
-    with pytest.raises(UserError, match=rf"background, {second}, {first}.*background, {first}, {second}"):
-        publish.score(pair[1], compose.compose(overrides(finished)), tmp_path / "out")
-
-
-@promise(
-    "Prediction",
-    "`score` with a `data.label_map` of equal class names and other labels; publishing networks with different ones",
-    "one warning with both maps; refused",
-)
-def test_classes_of_equal_names_from_other_labels_are_warned_of(
-    pair: list[Path], finished: Path, capsys: Capture
+@pytest.mark.parametrize(("files", "given", "count", "cases", "problems"), cells(FILES))
+def test_predict_takes_channels_by_their_numbers_and_names_the_missing(
+    tmp_path: Path, files: str, given: str, count: str, cases: str, problems: str
 ) -> None:
-    """The names are those of `data.classes`, whatever they stand for."""
-    words = ["data.label_map={1:2,2:1,3:3}", "data.classes=[background,organ,vessel,lesion]"]
-    line = warnings_of(pair[1], capsys, *overrides(finished, *words))
-    assert line.count("\n") == 1 and re.search(r"other\.pt: .*\{1:1,2:2,3:3\}.*\{1:2,2:1,3:3\}", line)
-    change(pair[1], "config", "data", "label_map", value={1: 2, 2: 1, 3: 3})
-    line = warnings_of(pair[1], capsys, *overrides(finished))
-    assert line.count("\n") == 1 and re.search(r"other\.pt: .*\{1:2,2:1,3:3\}.*\{1:1,2:2,3:3\}", line)
-
-
-def test_scores_by_another_form_than_in_training_are_warned_of(
-    pair: list[Path], finished: Path, capsys: Capture
-) -> None:
-    change(pair[1], "config", "data", "affine", value="qform")
-    line = warnings_of(pair[1], capsys, *overrides(finished, "data.affine=sform"))
-    assert re.search(r"other\.pt: .*data\.affine=qform.*sform$", line) and line.count("\n") == 1
-    assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
-
-
-def test_a_label_map_that_changes_no_class_is_not_warned_of(pair: list[Path], finished: Path, capsys: Capture) -> None:
-    assert warnings_of(pair[1], capsys, *overrides(finished, "data.label_map={1:1,2:[2],3:3}")) == ""
-
-
-def two_channels(source: Path, root: Path) -> Path:
-    """The data set `source` with each image twice, as channels T2 and T1."""
-    shutil.copytree(source, root)
-    manifest = json.loads((root / "dataset.json").read_text())
-    (root / "dataset.json").write_text(json.dumps(manifest | {"modality": {"0": "T2", "1": "T1"}}))
-    for path in root.glob("imagesTr/*.nii.gz"):
-        image = nib.load(path)
-        nib.save(nib.Nifti1Image(np.stack([image.get_fdata(dtype=np.float32)] * 2, -1), image.affine), path)
-    return root
-
-
-def test_channels_of_other_names_are_warned_of(
-    pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    (source,) = finished.parent.glob("data/phantom/*/")
-    state = checkpoint.load_checkpoint(pair[1])
-    state["model_options"]["in_channels"], state["intensity"] = 2, state["intensity"] * 2
-    first = next(name for name, value in state["model"].items() if value.dim() == 5 and value.shape[1] == 1)
-    for weights in (state["model"], state["average"]):
-        weights[first] = weights[first].repeat(1, 2, 1, 1, 1)
-    checkpoint.save_checkpoint(tmp_path / "two.pt", state | {"channels": ["T1", "T2"], "seen": None})
-    words = ["data=decathlon", f"data.root={two_channels(source, tmp_path / 'set')}", "device=cpu"]
-    assert re.search(r"two\.pt: .*T1, T2.*T2, T1", warnings_of(tmp_path / "two.pt", capsys, *words))
-
-
-def test_predictions_are_those_of_the_averaged_weights(finished: Path, tmp_path: Path) -> None:
-    path = finished / "checkpoints" / "last.pt"
-    raw = checkpoint.load_checkpoint(path) | {"average": {}}
-    checkpoint.save_checkpoint(tmp_path / "raw.pt", raw)
-    task = read_dataset(compose.compose(overrides(finished)).data)
-    cases = {case.id: case for case in task.cases}
-    (kept,) = (finished / "predictions").iterdir()
-    found = []
-    for source in (path, tmp_path / "raw.pt"):
-        predict.load(source, "cpu").segmenter.to_file(cases[stem(kept)], tmp_path / "made.nii.gz")
-        found.append(np.asarray(nib.load(tmp_path / "made.nii.gz").dataobj))
-    stored = np.asarray(nib.load(kept).dataobj)
-    assert np.array_equal(stored, found[0]) and not np.array_equal(stored, found[1])
-
-
-def test_predict_takes_channels_by_their_numbers(tmp_path: Path) -> None:
-    """Whatever the order of the arguments; a file that holds them all is a case, whatever its name ends with."""
-    for name, shape in (("b_0001", (4, 4, 4)), ("b_0000", (4, 4, 4)), ("patient_0001", (4, 4, 4, 2))):
-        nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    files = [tmp_path / f"{name}.nii.gz" for name in ("b_0001", "b_0000", "patient_0001")]
-    for given in (files, files[1:], [files[0], files[2]]):  # also a channel that was not named, but lies there
-        found = {case.id: case.images for case in predicted_files.find_cases(given, 2)[0]}
-        assert found == {"b": (files[1], files[0]), "patient_0001": (files[2],)}
-    files[0].rename(tmp_path / "b_0002.nii.gz")
-    cases, (problem,) = predicted_files.find_cases([tmp_path], 2)
-    assert [case.id for case in cases] == ["patient_0001"], "what is wrong with one case stops no other"
-    assert problem.startswith(f"b: {tmp_path / 'b_0001'} ") and str(files[1]) in problem
-    nib.save(nib.load(files[1]), tmp_path / "b_0001.nii.gz")
-    (problem,) = predicted_files.find_cases([tmp_path], 2)[1]
-    assert re.match(r"b: .*\b3\b.*\b2\b", problem) and "b_0002.nii.gz" in problem
-
-
-def test_predict_names_a_channel_that_is_missing_wherever_it_stands(tmp_path: Path) -> None:
-    names = "b_0001", "b_0002", "c_0000", "c_0002", "d_0000", "d_0001", "whole"
-    for name in names:
-        shape = (4, 4, 4, 3) if name == "whole" else (4, 4, 4)
-        nib.save(nib.Nifti1Image(np.zeros(shape, np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    cases, problems = predicted_files.find_cases([tmp_path], 3)
-    assert [case.id for case in cases] == ["whole"]
-    missing = [f"{name[0]}: {tmp_path / name} " for name in ("b_0000", "c_0001", "d_0002")]
-    assert [line[: len(start)] for line, start in zip(problems, missing, strict=True)] == missing
+    for name, _, channels in (name.partition("*") for name in files.split()):
+        image(tmp_path / f"{name}.nii", 4, 4, 4, *([int(channels)] if channels else []))
+    inputs, by_channel = [tmp_path / path for path in given.split()], count.endswith("by channel")
+    found, lines = predicted_files.find_cases(inputs, int(count[0]), by_channel)
+    assert [case.id for case in found] == cases.split()
+    assert all(case.images == tuple(sorted(case.images)) for case in found)
+    wanted = [] if problems == "nothing" else problems.split("; ")
+    for line, problem in zip(lines, wanted, strict=True):
+        assert re.match(problem.replace("/", re.escape(f"{tmp_path}/")), line)
 
 
 @promise("data sets", "a case whose label ...")
 @promise("Data", "case ids that no ...")
 @without("unet3d.data.cases.MAX_NAME", 10**6)
 def test_a_label_map_whose_name_no_file_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
-    for length in (240, 248, 249, 250):
-        nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{'a' * length}.nii")
-    cases, problems = predicted_files.find_cases([tmp_path], 1)
-    assert [len(case.id) for case in cases] == [240, 248]
-    first, second = problems
-    assert 249 in numbers(first) and 250 in numbers(second)
-
-
-def test_a_single_channel_is_numbered_in_one_layout_alone(tmp_path: Path) -> None:
-    for name in ("a_0000", "b_0001"):
-        nib.save(nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
-    assert [case.id for case in predicted_files.find_cases([tmp_path], 1, by_channel=True)[0]] == ["a", "b_0001"]
-    assert [case.id for case in predicted_files.find_cases([tmp_path], 1)[0]] == ["a_0000", "b_0001"]
-
-
-def test_a_checkpoints_preparation_is_that_of_its_run(pair: list[Path], capsys: Capture) -> None:
-    """Its spacing, how its layout names files, and whether it mirrors, unless the command says otherwise."""
-    found = predict.load(pair[1], "cpu").segmenter
-    by_channel = LAYOUTS[found.options.format].get("by_channel", False)
-    assert (found.options.spacing, by_channel, found.predictor.mirror) == (None, False, (0, 1, 2))
-    assert predict.load(pair[1], "cpu", mirror=False).segmenter.predictor.mirror == ()
-    change(pair[1], "config", "data", "spacing", value=[2.0, 2.0, 2.0])
-    change(pair[1], "config", "data", "format", value="nnunet")
-    change(pair[1], "config", "inference", "mirror", value=False)
-    found = predict.load(pair[1], "cpu").segmenter
-    by_channel = LAYOUTS[found.options.format].get("by_channel", False)
-    assert (found.options.spacing, by_channel, found.predictor.mirror) == ([2.0, 2.0, 2.0], True, ())
-    assert predict.load(pair[1], "cpu", mirror=True).segmenter.predictor.mirror == (0, 1, 2)
-    change(pair[1], "config", "data", "augment", "mirror", value=[])
-    assert predict.load(pair[1], "cpu", mirror=True).segmenter.predictor.mirror == ()
-    assert "data.augment.mirror=[]" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_training_cases_among_those_that_are_scored_are_warned_of(
-    pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    """As where cases were added since: the rule is the same, but it holds others out."""
-    (case,) = [path.name.removesuffix(".nii.gz") for path in (finished / "predictions").iterdir()]
-    for fingerprint in (7, {"training cases": 7}, {"training cases": ["other"]}):
-        change(pair[1], "fingerprint", value=fingerprint)
-        assert warnings_of(pair[1], capsys, *overrides(finished)) == ""
-    change(pair[1], "fingerprint", value={"training cases": ["other", case]})
-    warning = warnings_of(pair[1], capsys, *overrides(finished))
-    assert re.search(rf"other\.pt: .*\b1\b.*\b1\b.*\b{case}$", warning) and warning.count("\n") == 1
+    for length in (248, 249):
+        image(tmp_path / f"{'a' * length}.nii", 4, 4, 4)
+    cases, (problem,) = predicted_files.find_cases([tmp_path], 1)
+    assert [len(case.id) for case in cases] == [248] and 249 in numbers(problem)
 
 
 @promise(
@@ -438,98 +414,56 @@ def test_training_cases_among_those_that_are_scored_are_warned_of(
     "refused over and beside an image; that file for one case, refused for several",
 )
 @pytest.mark.parametrize("name", ["a.nii.gz", "a.nii"])
-def test_predict_writes_nothing_among_its_images(finished: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
+def test_predict_writes_nothing_among_its_images(last: Path, tmp_path: Path, capsys: Capture, name: str) -> None:
     """A label map there would be an image of the next prediction, or one of two files of a name."""
-    path = tmp_path / name
-    nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
+    path, made = image(tmp_path / name, 9, 9, 9), tmp_path / "a.nii.gz"
     before = path.read_bytes()
-    best, made = finished / "checkpoints" / "last.pt", tmp_path / "a.nii.gz"
     for given, out in ((tmp_path, tmp_path), (path, made)):
-        assert face("predict", best, given, "-o", out, "--overwrite") == 2
+        assert face("predict", last, given, "-o", out, "--overwrite") == 2
         assert capsys.readouterr().err.startswith(f"error: {made}: ")
     assert [one.name for one in tmp_path.iterdir()] == [name] and path.read_bytes() == before
 
 
 @promise("Prediction", "label maps among the ...")
-def test_a_single_label_map_is_the_file_that_is_named(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    best = finished / "checkpoints" / "last.pt"
-    for name in ("a", "b"):
-        nib.save(nib.Nifti1Image(np.eye(9, dtype=np.float32)[None], np.eye(4)), tmp_path / f"{name}.nii")
-    for name in ("out.nii.gz", "new/out.nii"):
-        assert face("predict", best, tmp_path / "a.nii", "-o", tmp_path / name) == 0
-        assert nib.load(tmp_path / name).shape == (1, 9, 9)
+def test_a_single_label_map_is_the_file_that_is_named(last: Path, tmp_path: Path, capsys: Capture) -> None:
+    one, two = (image(tmp_path / f"{name}.nii", 1, 9, 9) for name in "ab")
+    assert face("predict", last, one, "-o", tmp_path / "new" / "out.nii") == 0
+    assert labels(tmp_path / "new" / "out.nii").shape == (1, 9, 9)
     capsys.readouterr()
-    for out, given, more in (
-        ("many.nii.gz", [tmp_path / "a.nii", tmp_path / "b.nii"], []),
-        ("part.nii.gz", [tmp_path / "a.nii"], ["--shard", "0/2"]),
-        ("out.nrrd", [tmp_path / "a.nii"], []),
-    ):
-        assert face("predict", best, *given, "-o", tmp_path / out, *more) == 2
+    for out, *more in (("many.nii.gz", two), ("part.nii.gz", "--shard", "0/2"), ("out.nrrd",)):
+        assert face("predict", last, one, *more, "-o", tmp_path / out) == 2
         line = capsys.readouterr().err
         assert line.startswith(f"error: -o {tmp_path / out}: ") and line.count("\n") == 1
         assert not (tmp_path / out).exists()
 
 
-def test_predict_names_the_classes_of_which_it_keeps_one_component(
-    finished: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    publish.publish([finished / "checkpoints" / "last.pt"], tmp_path / "net.pt", largest=[1, 3])
-    nib.save(nib.Nifti1Image(np.eye(9, dtype=np.float32)[None], np.eye(4)), tmp_path / "a.nii")
-    assert face("predict", tmp_path / "net.pt", tmp_path / "a.nii", "-o", tmp_path / "out") == 0
-    assert capsys.readouterr().out.endswith("; only the largest component is kept of: organ, lesion\n")
-
-
 @promise("Prediction", "an image unlike those ...")
-def test_predict_warns_of_an_image_unlike_those_of_training(finished: Path, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.slow
+def test_predict_warns_of_an_image_unlike_those_of_training(
+    last: Path, other: Path, finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
     """Also by a published file of several networks, and by none that does not know."""
-    image = nib.load(next(finished.parent.glob("data/phantom/*/imagesTr/*.nii.gz")))
-    wide = nib.Nifti1Image(np.asanyarray(image.dataobj), image.affine @ np.diag([1, 1, 2, 1]))
-    nib.save(image, tmp_path / "alike.nii.gz"), nib.save(wide, tmp_path / "wide.nii.gz")
-    last = finished / "checkpoints" / "last.pt"
+    stored = nib.load(next(finished.parent.glob("data/phantom/*/imagesTr/*.nii.gz")))
+    wide = nib.Nifti1Image(np.asanyarray(stored.dataobj), stored.affine @ np.diag([1, 1, 2, 1]))
+    nib.save(stored, tmp_path / "alike.nii.gz"), nib.save(wide, tmp_path / "wide.nii.gz")
     publish.publish([last, last], tmp_path / "both.pt")
-    state = checkpoint.load_checkpoint(last)
-    checkpoint.save_checkpoint(tmp_path / "unknown.pt", state | {"seen": None})
-    publish.publish([tmp_path / "unknown.pt"], tmp_path / "blind.pt")
-    for path, count in ((last, 1), (tmp_path / "both.pt", 1), (tmp_path / "blind.pt", 0)):
-        for name in ("alike", "wide"):
-            found = predicted_files.find_cases([tmp_path / f"{name}.nii.gz"], 1)[0]
-            predict.load(path, "cpu").segmenter.labels(found[0])
+    change(other, "seen", None)
+    for path, count in ((tmp_path / "both.pt", 1), (other, 0)):
+        segmenter = predict.load(path, "cpu").segmenter
+        for case in predicted_files.find_cases([tmp_path], 1)[0]:
+            segmenter.labels(case)
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == count
         assert all(re.match(r"warning: wide: .*\bspacing\b.*\bin training\b", line) for line in lines)
 
 
-@promise(
-    "Prediction",
-    "`score` without the label map, classes or layout of the network",
-    "they are the checkpoint's, and a line says so",
-)
-def test_scores_are_of_labels_as_the_network_learned_them(
-    pair: list[Path], finished: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    """The layout, classes and label map of the checkpoint, where neither the command nor its plan names others."""
-    learned = {"format": "decathlon", "label_map": {1: [1, 2, 3]}, "classes": ["background", "all"]}
-    state = checkpoint.load_checkpoint(pair[1])
-    for name, value in learned.items():
-        state["config"]["data"][name] = value
-    (root,) = finished.parent.glob("data/phantom/*/")
-    checkpoint.save_checkpoint(pair[1], state)
-    words = [f"data.root={root}", "device=cpu"]
-    (tmp_path / "plan.yaml").write_text("options: {data: {format: decathlon, label_map: null}}\n")
-    for more, taken in (([], True), (["data.label_map=null"], False), ([f"plan={tmp_path / 'plan.yaml'}"], False)):
-        assert face("score", pair[1], *words, *more, "-o", tmp_path / f"scores{len(str(more))}") == (2 if taken else 0)
-        printed = capsys.readouterr()
-        assert ("data.label_map={1:[1,2,3]}" in printed.out) == taken
-        assert not taken or re.search(r"other\.pt: .*\bbackground, all\b", printed.err)
-
-
 @promise("Prediction", "a file among others ...")
 @without("unet3d.cli.commands.is_out_of_memory", no)
 def test_a_volume_that_memory_does_not_hold_stops_no_other(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    last: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     for name in "ab":
-        nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), tmp_path / f"{name}.nii.gz")
+        image(tmp_path / f"{name}.nii.gz", 16, 16, 16)
     to_file = predict.Segmenter.to_file
 
     def refuse(self: predict.Segmenter, case: Case, path: Path) -> tuple:
@@ -538,7 +472,7 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
         return to_file(self, case, path)
 
     monkeypatch.setattr(predict.Segmenter, "to_file", refuse)
-    assert face("predict", finished / "checkpoints" / "last.pt", tmp_path, "-o", tmp_path / "out") == 2
+    assert face("predict", last, tmp_path, "-o", tmp_path / "out") == 2
     printed, *_ = capsys.readouterr().err.splitlines()
     assert printed.startswith("error: a: ") and "allocate 7 bytes" in printed
     assert [path.name for path in (tmp_path / "out").glob("*.nii*")] == ["b.nii.gz"]
@@ -546,14 +480,11 @@ def test_a_volume_that_memory_does_not_hold_stops_no_other(
 
 @promise("Prediction", "a file among others ...")
 def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    last: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    files = [tmp_path / name for name in ("one/a.nii.gz", "two/a.nii.gz", "b.nii.gz")]
-    for file in files:
-        file.parent.mkdir(exist_ok=True)
-        nib.save(nib.Nifti1Image(np.zeros((16, 16, 16), np.float32), np.eye(4)), file)
+    files = [image(tmp_path / name, 16, 16, 16) for name in ("one/a.nii.gz", "two/a.nii.gz", "b.nii.gz")]
     monkeypatch.setattr(predicted_files, "accepted_contradictions", lambda case: [f"{case.id}: lies elsewhere"])
-    assert face("predict", finished / "checkpoints" / "last.pt", files[0], "-o", tmp_path / "out", *files[1:]) == 2
+    assert face("predict", last, *files, "-o", tmp_path / "out") == 2
     first, *_, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: a: 2 ") and "one/a.nii.gz" in first and "two/a.nii.gz" in first
     assert second == "warning: b: lies elsewhere"
@@ -561,24 +492,10 @@ def test_files_that_are_no_case_stop_no_other_and_what_is_accepted_is_a_warning(
 
 
 def test_channels_that_lie_apart_are_reported_whatever_the_checkpoint_accepts(tmp_path: Path) -> None:
-    paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
-    for path, side in zip(paths, (1, -1), strict=True):
-        nib.save(nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.diag([side, 1, 1, 1])), path)
+    paths = tuple(image(tmp_path / f"{side}.nii", 4, 5, 6, affine=np.diag([side, 1, 1, 1])) for side in (1, -1))
     (line,) = predicted_files.accepted_contradictions(Case("a", paths, None))
     assert line.startswith(f"a: {paths[1]}: ") and re.search(r"\b6 voxels", line)
     assert predicted_files.accepted_contradictions(Case("a", paths[:1], None)) == []
-
-
-@promise("Data", "sheared grids, sform beside ...")
-@without("unet3d.data.nifti.MM", range(99))
-def test_lengths_that_are_not_in_mm_are_reported_once(tmp_path: Path) -> None:
-    paths = (tmp_path / "a_0000.nii.gz", tmp_path / "a_0001.nii.gz")
-    for path in paths:
-        stored = nib.Nifti1Image(np.zeros((4, 5, 6), np.float32), np.eye(4))
-        stored.header.set_xyzt_units("meter")
-        nib.save(stored, path)
-    (line,) = predicted_files.doubts_about([Case("a", paths, None)])
-    assert line.startswith(f"a: {paths[0]}: ") and {"meter", "mm", "data.spacing"} <= {*re.findall(r"[\w.]+", line)}
 
 
 def two_sizes(path: Path) -> Path:
@@ -591,43 +508,35 @@ def two_sizes(path: Path) -> Path:
 
 
 @promise("Data", "voxel sizes of sform ...")
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["auto", "qform"])
 def test_files_of_two_voxel_sizes_are_one_warning_and_read_as_in_training(
-    pair: list[Path], tmp_path: Path, capsys: Capture
+    other: Path, tmp_path: Path, capsys: Capture, form: str
 ) -> None:
     """Label maps have the header of their image, from Python as in files."""
     images = tmp_path / "images"
     images.mkdir()
     paths = [two_sizes(images / name) for name in ("a.nii", "B.NII.GZ")]
     (images / "c.nrrd").touch()
-    for form in ("auto", "qform"):
-        change(pair[1], "config", "data", "affine", value=form)
-        network = unet3d.load(pair[1], "cpu")
-        assert network.segmenter.options.affine == form
-        assert face("predict", pair[1], images, "-o", tmp_path / form, "--device", "cpu") == 0
-        labels = network.segment(paths[0])
-        lines = capsys.readouterr().err.splitlines()
-        assert [line[:9] for line in lines if "c.nrrd" in line] == ["warning: "]
-        warned = [line for line in lines if "1 x 1 x 1 mm by its sform, of 2 x 2 x 2 mm by its qform" in line]
-        assert len(warned) == 2 * (form == "auto"), "of the command, and of the function"
-        assert not warned or ("(2 such files)" in warned[0] and warned[1].startswith(f"warning: a: {paths[0]}: "))
-        written = nib.load(tmp_path / form / "a.nii.gz")
-        assert np.array_equal(written.affine, np.eye(4)) and np.array_equal(written.get_qform(), np.diag([2, 2, 2, 1]))
-        assert np.array_equal(labels.affine, np.eye(4)) and np.array_equal(labels.dataobj, written.dataobj)
-    with pytest.raises(UserError, match=r"other\.pt: .*last\.pt.*data\.affine"):
-        publish.publish([pair[0], pair[1]], tmp_path / "both.pt")
+    change(other, "config.data.affine", form)
+    assert face("predict", other, images, "-o", tmp_path / "out", "--device", "cpu") == 0
+    made = unet3d.load(other, "cpu").segment(paths[0])
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:9] for line in lines if "c.nrrd" in line] == ["warning: "]
+    warned = [line for line in lines if "1 x 1 x 1 mm by its sform, of 2 x 2 x 2 mm by its qform" in line]
+    assert len(warned) == 2 * (form == "auto"), "of the command, and of the function"
+    assert not warned or ("(2 such files)" in warned[0] and warned[1].startswith(f"warning: a: {paths[0]}: "))
+    written = nib.load(tmp_path / "out" / "a.nii.gz")
+    assert np.array_equal(written.affine, np.eye(4)) and np.array_equal(written.get_qform(), np.diag([2, 2, 2, 1]))
+    assert np.array_equal(made.affine, np.eye(4)) and np.array_equal(made.dataobj, written.dataobj)
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "file").touch()
-    assert face("compare", finished, "-o", tmp_path / "file" / "x") == 2
+@pytest.mark.parametrize(("command", "at"), [("compare", ""), ("predict", "/a.nii.gz")])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    last: Path, finished: Path, tmp_path: Path, capsys: Capture, command: str, at: str
+) -> None:
+    path = image(tmp_path / "a.nii.gz", 9, 9, 9)
+    given = {"compare": [finished], "predict": [last, path]}[command]
+    assert face(command, *given, "-o", path / "out") == 2
     line = capsys.readouterr().err
-    assert line.startswith(f"error: {tmp_path / 'file' / 'x'}: ") and line.endswith("Not a directory\n")
-
-
-def test_predictions_that_cannot_be_written_are_one_line(finished: Path, tmp_path: Path, capsys: Capture) -> None:
-    path = tmp_path / "a.nii.gz"
-    nib.save(nib.Nifti1Image(np.zeros((9, 9, 9), np.float32), np.eye(4)), path)
-    assert face("predict", finished / "checkpoints" / "last.pt", path, "-o", path / "out") == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"error: {path / 'out' / 'a.nii.gz'}: ") and "Not a directory" in line
-    assert line.count("\n") == 1
+    assert line.startswith(f"error: {path / 'out'}{at}: ") and "Not a directory" in line and line.count("\n") == 1

@@ -7,8 +7,8 @@ record (protobuf) is one full chunk (type 1) or a first, any middle and a last o
 import json
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
@@ -18,31 +18,18 @@ CHUNK = struct.Struct("<IHB")
 FULL, FIRST, LAST = 1, 2, 4
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What wandb recorded of a run."""
-
-    kinds: set[str]
-    config: dict[str, Any]
-    history: list[dict[str, Any]]
-    summary: dict[str, Any]
-    summaries: list[tuple[int, dict[str, Any]]]  # each change, after so many records of the history
-    files: set[str]
-    step_metrics: dict[str, str]
-    unsummarised: set[str]  # metrics that the summary leaves out
-    artifacts: list[Any]
-    run: Any  # its name, group, project and so on, as wandb's message
-    exit_code: int | None
-
-
-def read_run(folder: Path) -> Recorded:
+def read_run(folder: Path) -> SimpleNamespace:
     """Return the one wandb run below a run folder."""
     (path,) = folder.glob("wandb/*run-*/*.wandb")
     return read_file(path)
 
 
-def read_file(path: Path) -> Recorded:
-    """Return what a .wandb file holds; nested keys are dotted."""
+def read_file(path: Path) -> SimpleNamespace:
+    """Return what a .wandb file holds; nested keys are dotted.
+
+    `summaries` are its changes, each after so many records of the history; `unsummarised` the metrics that it leaves
+    out; `run` has the run's name, group, project and so on, as wandb's message.
+    """
     records = list(_records(path.read_bytes()))
     runs = [record.run for record in records if record.HasField("run")]
     summaries, logged = [], 0
@@ -51,7 +38,7 @@ def read_file(path: Path) -> Recorded:
         if record.HasField("summary"):
             summaries.append((logged, _values(record.summary.update)))
     metrics = [record.metric for record in records if record.HasField("metric")]
-    return Recorded(
+    return SimpleNamespace(
         kinds={record.WhichOneof("record_type") for record in records},
         config=_values(item for run in runs for item in run.config.update),
         history=[_values(record.history.item) for record in records if record.HasField("history")],
