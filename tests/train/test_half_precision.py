@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
 @example(((1, 4, 9, 6, 5), 6, THREES, Options(ONES, TWOS, TWOS, False, ZEROS, 1)), 1, torch.bfloat16)
 @example(((1, 4, 9, 6, 5), 6, THREES, Options(TWOS, ONES, ONES, True, ONES, 1)), 1, torch.bfloat16)
 @example(((1, 16, 44, 64, 3), 4, THREES, SAME), 1, torch.bfloat16)  # two slabs of one image
-@example(((2, 4, 5, 4, 4), 4, TWOS, Options(THREES, ZEROS, ONES, True, ZEROS, 1)), 1, torch.float16)  # gaps between
+@example(((2, 4, 5, 4, 4), 12, TWOS, Options(TWOS, ZEROS, ONES, True, ZEROS, 2)), 1, torch.float16)
 def test_results_are_right_for_any_shape_and_slab(case: Case, slab_bytes: int, dtype: torch.dtype) -> None:
     with forced(has_kernels=False, slab_bytes=slab_bytes):
         assert_right(case, dtype)
