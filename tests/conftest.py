@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without `-m gpu` there is no GPU, for the tests and for what they start: predictions are of the CPU's step."""
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for name in ("COLUMNS", "FORCE_COLOR"):  # what is printed is compared with texts
+        os.environ.pop(name, None)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,7 @@
 """Run folders as a run of some words leaves them, and tables of cases as text."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,4 +43,4 @@ def config(words: Sequence[str]) -> str:
 
 def cells(table: str) -> list[list[str]]:
     """Return the rows of a table of text, whose cells are divided by ` | `."""
-    return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in table.strip().splitlines()]
+    return [[cell.strip() for cell in re.split(r" \|(?= )", f"{line} ")] for line in table.strip().splitlines()]
