@@ -43,7 +43,7 @@ ELSEWHERE = {  # what part of a command says that another test runs it: which
     "-m pytest": "CI",
     "pip install": "CI",
     "torchrun": "test_ranks.py",
-    "data.fold=0,1,2,3,4": "test_folds.py",
+    "data.fold=0,1,2,3,4": "report/test_compare.py",
     "hydra/launcher=": "test_sweep.py",
     "plan=plan.yaml": "planning/test_plan_of_data.py",
     "plan --network": "planning/test_network_table.py, of small patches",
