@@ -15,15 +15,12 @@ every peak lies in a convolution.
 `test_predict.py` holds that a prediction is the ledger of the real run; here it stands for both.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import pytest
 import torch
-from allocator import Events, recorded
+from allocator import Events, peak_bytes, recorded
+from evenly import evenly
 
 from unet3d import build
 from unet3d.base.types import Batch
@@ -32,6 +29,7 @@ from unet3d.config.schema import Config
 from unet3d.memory.ledger import most_held
 from unet3d.memory.simulate import simulate
 from unet3d.memory.technique import choose_technique
+from unet3d.recomputing.program import Technique
 from unet3d.training import optim
 from unet3d.training.step import train_step
 
@@ -41,8 +39,6 @@ RNG_STATE = 5056  # bytes
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 NORM_BACKWARD = "aten::native_batch_norm_backward"
 NUMBERS = 512  # bytes
-Span = tuple[float, float, str]  # start and end of a call, and its name
-UNITS, DEEP = ("relu", "leaky_relu", "silu"), "model.features=[16,32,64]"
 
 
 def config(*overrides: str) -> Config:
@@ -51,40 +47,30 @@ def config(*overrides: str) -> Config:
     return found
 
 
+def technique(options: Config) -> Technique:
+    """Return the schedule of a run, or segments of equal length: choosing them takes many simulations."""
+    if not options.ckpt:
+        return choose_technique(options, options.model)
+    return Technique(evenly(len(build.model(options.model, 0)), int(options.ckpt)))
+
+
 @cache
 def ledger_peak(*overrides: str) -> int:
     found = config(*overrides)
-    starts = choose_technique(found, found.model)
-    return most_held(simulate(found, found.model, starts, steps=STEPS).ledger.events)
+    return most_held(simulate(found, found.model, technique(found), steps=STEPS).ledger.events)
 
 
-class Change(NamedTuple):
-    """An allocation (bytes > 0) or its release."""
-
-    time: float
-    bytes: int
-    operator: str  # that it happened in, of CONVOLUTIONS and NORM_BACKWARD, else ""
-    unseen: str  # what no ledger sees: the operator that held it from birth to release; else ""
-
-
-@cache
-def record_of(*overrides: str) -> list[Change]:
-    return allocators_record(config(*overrides))
-
-
-def allocators_record(options: Config) -> list[Change]:
-    """What the allocator did while a network was built and trained, in order."""
+def allocators_record(*overrides: str) -> Events:
+    """What the allocator did while a network was built and trained."""
+    options = config(*overrides)
     size, channels, classes = (options.batch, *options.data.patch), options.model.in_channels, options.model.classes
     assert channels and classes
-    starts = choose_technique(options, options.model)
+    chosen = technique(options)
 
     def steps() -> None:
         model = build.model(options.model, options.seed)
-        loss, policy, optimizer = (
-            build.loss(options, classes, regions=options.model.output_regions),
-            build.policy(options, "cpu", starts),
-            optim.optimizer(options.optim, model),
-        )
+        loss = build.loss(options, classes, regions=options.model.output_regions)
+        policy, optimizer = build.policy(options, "cpu", chosen), optim.optimizer(options.optim, model)
         for _ in range(STEPS):
             image = (options.batch, channels, *options.data.patch)
             batches = [
@@ -93,64 +79,11 @@ def allocators_record(options: Config) -> list[Change]:
             train_step(model, loss, optimizer, policy.scaler(), policy, batches, clip=options.optim.clip)
             del batches
 
-    return changes(recorded(steps))
+    return recorded(steps)
 
 
-def changes(events: Events) -> list[Change]:
-    """Allocations matched with their releases by address; releases of what is older than the record are left out."""
-    names = (*CONVOLUTIONS, NORM_BACKWARD)
-    spans = _innermost(
-        (e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["ph"] == "X" and e["name"] in names
-    )
-    starts = [start for start, _, _ in spans]
-    assert all(a[1] <= b[0] for a, b in pairwise(spans))  # one thread, none within another
-
-    def span(time: float) -> int:
-        """Which operator call a moment lies in, -1 if in none."""
-        index = bisect_right(starts, time) - 1
-        return index if index >= 0 and time <= spans[index][1] else -1
-
-    found: list[Change] = []
-    births: dict[int, int] = {}  # by address, as indices into `found`
-    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
-        time, size, address = event["ts"], event["args"]["Bytes"], event["args"]["Addr"]
-        at = span(time)
-        change = Change(time, size, spans[at][2] if at >= 0 else "", "")
-        if size > 0:
-            births[address] = len(found)
-        elif (birth := births.pop(address, None)) is None:
-            continue
-        elif at >= 0 and span(found[birth].time) == at:
-            found[birth] = found[birth]._replace(unseen=change.operator)
-            change = change._replace(unseen=change.operator)
-        found.append(change)
-    return found
-
-
-def _innermost(spans: Iterable[Span]) -> list[Span]:
-    """Return the calls in order; a mode that watches an operator makes it a call around the same one, which goes."""
-    found: list[Span] = []
-    for span in sorted(spans):
-        if found and found[-1][2] == span[2] and span[1] <= found[-1][1]:
-            found.pop()
-        found.append(span)
-    return found
-
-
-def peak(record: list[Change], without: Sequence[str] = ()) -> tuple[int, str]:
-    """Most bytes alive at once, less the unseen of these kinds, and the operator that it happened in ("": another)."""
-    alive = most = 0
-    where = ""
-    for change in record:
-        if change.unseen not in without:
-            alive += change.bytes
-        if alive > most:
-            most, where = alive, change.operator
-    return most, where
-
-
-def random_states(record: list[Change]) -> int:
-    return sum(change.bytes == RNG_STATE for change in record)
+def random_states(record: Events) -> int:
+    return sum(event["name"] == "[memory]" and event["args"]["Bytes"] == RNG_STATE for event in record)
 
 
 @pytest.mark.slow
@@ -158,7 +91,7 @@ def random_states(record: list[Change]) -> int:
     ("overrides", "segments"),
     [
         (("model.inplace=true", "model.activation=leaky_relu"), 0),
-        (("model.inplace=true", "ckpt=3"), 1),  # at the peak one segment waits for its recomputation
+        (("model.inplace=true", "ckpt=2"), 1),  # at the peak one segment waits for its recomputation
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -169,10 +102,10 @@ def test_where_the_peak_lies_in_no_convolution_the_ledger_has_every_byte(
 
     Scratch depends on the CPU: with AVX2 alone and checkpointing it takes more than those clones.
     """
-    record = record_of(*overrides)
-    assert peak(record, without=CONVOLUTIONS) == (ledger_peak(*overrides), "")
+    record = allocators_record(*overrides)
+    assert peak_bytes(record, CONVOLUTIONS) == ledger_peak(*overrides)
     if not segments:
-        assert peak(record) == peak(record, without=CONVOLUTIONS)
+        assert peak_bytes(record) == ledger_peak(*overrides)
     assert random_states(record) == STEPS * 2 * segments  # one in forward, one put aside while recomputing
 
 
@@ -187,21 +120,20 @@ def test_where_the_peak_lies_in_no_convolution_the_ledger_has_every_byte(
     ids=" ".join,
 )
 def test_where_it_lies_in_a_convolution_all_that_the_ledger_lacks_is_scratch(overrides: tuple[str, ...]) -> None:
-    record = record_of(*overrides)
-    seen = ledger_peak(*overrides)
-    truth, where = peak(record)
-    assert where in CONVOLUTIONS
-    assert truth > seen
-    assert peak(record, without=[NORM_BACKWARD])[0] == truth  # the spare map is not what is lacking
-    assert peak(record, without=[NORM_BACKWARD, *CONVOLUTIONS])[0] == seen
+    record = allocators_record(*overrides)
+    truth = peak_bytes(record)
+    assert truth > ledger_peak(*overrides) == peak_bytes(record, (NORM_BACKWARD, *CONVOLUTIONS))
+    assert peak_bytes(record, [NORM_BACKWARD]) == truth, "the spare map is not what is lacking"
 
 
+# Each option that changes what a step holds, in networks of odd sizes.
 ODD = {
-    "odd sizes, deep supervision, seven classes, accumulated, checkpointed, averaged": "model.features=[8,12,20] "
-    "model.classes=7 model.activation=silu model.deep_supervision=true model.strides=[[1,2,2],[2,2,2]] "
-    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,28,44] ckpt=2 batch=1 accumulate=2",
-    "batch norm, in place, accumulated, checkpointed": "model.features=[6,10] model.classes=4 model.norm=batch "
-    "model.activation=leaky_relu model.inplace=true optim=sgd data.patch=[27,33,19] ckpt=3 accumulate=2",
+    "deep supervision, accumulated, checkpointed, averaged": "model.features=[8,12,20] model.classes=7 "
+    "model.activation=silu model.deep_supervision=true model.strides=[[1,2,2],[2,2,2]] "
+    "model.kernels=[[1,3,3],3,3] optim.average=0.99 data.patch=[9,20,28] ckpt=2 batch=1 accumulate=2",
+    "batch norm, in place, fp16, checkpointed": "model.features=[6,10] model.classes=4 model.norm=batch "
+    "model.activation=leaky_relu model.inplace=true optim=sgd data.patch=[12,14,11] ckpt=3 accumulate=2 amp=true "
+    "amp_dtype=fp16",
     "valid, dropout, class weights, ckpt=3": "model.features=[4,8] model.norm=batch_current model.padding=valid "
     "model.widen=second model.dropout=0.3 model.classes=7 model.up_reduce=false optim.average=0.9 optim.clip=null "
     "loss.weights=[1,2,3,4,5,6,7] data.patch=[28,24,24] ckpt=3 batch=1 accumulate=2",
@@ -209,34 +141,24 @@ ODD = {
     "model.upsampling=nearest model.conv_bias=false model.strides=[[3,2,1]] model.kernels=[[3,5,1],[3,3,3]] "
     "optim=adamw optim.average=0.5 loss=ce data.patch=[17,21,29] ckpt=2 batch=3 accumulate=2",
     "the peak in the update": "model.features=[16,256] optim.average=0.99 data.patch=[8,8,16] batch=1",
-    "fp16, batch norm, checkpointed": "model.features=[8,16] model.classes=5 model.norm=batch optim=sgd "
-    "data.patch=[12,14,10] ckpt=2 accumulate=2 amp=true amp_dtype=fp16",
-    "lean, batch norm, bf16": "model.features=[8,16] model.norm=batch optim=sgd data.patch=[24,32,24] recompute=lean "
-    "amp=true",
     "tiles, group norm, residual, trilinear, forty classes": "model.features=[8,16] model.groups=4 model.norm=group "
     "model.classes=40 model.residual=true model.upsampling=trilinear optim=sgd data.patch=[32,20,24] recompute=tiles "
     "batch=1",
     "tiles, batch norm, strided, fp16, dropout, deep supervision": "model.features=[8,16,24] model.norm=batch "
-    "model.dropout=0.2 model.downsampling=strided_conv model.deep_supervision=true optim=sgd data.patch=[17,15,20] "
-    "recompute=tiles amp=true amp_dtype=fp16 accumulate=2 batch=1",
-    "lean, two input channels, one flat level, residual, leaky ReLU, accumulated": "model.features=[6,10] "
-    "model.in_channels=2 model.kernels=[[1,3,3],3] model.strides=[[1,2,2]] model.residual=true "
-    "model.activation=leaky_relu optim=adamw optim.average=0.9 data.patch=[7,22,18] recompute=lean accumulate=2",
-    "auto with a budget, instance norm in place, strides of three, bf16, five classes": "model.features=[8,12] "
+    "model.dropout=0.2 model.downsampling=strided_conv model.deep_supervision=true optim=sgd data.patch=[13,11,16] "
+    "recompute=tiles amp=true amp_dtype=fp16 batch=1",
+    "lean, batch norm, two input channels, a flat level, residual, bf16, accumulated": "model.features=[6,10] "
+    "model.in_channels=2 model.kernels=[[1,3,3],3] model.strides=[[1,2,2]] model.residual=true model.norm=batch "
+    "model.activation=leaky_relu optim=adamw data.patch=[7,22,18] recompute=lean accumulate=2 amp=true",
+    "auto with a budget, instance norm in place, strides of three, bf16": "model.features=[8,12] "
     "model.inplace=true model.activation=leaky_relu model.strides=[[3,2,1]] model.kernels=[[5,3,1],3] "
     "model.classes=5 data.patch=[27,14,11] recompute=auto budget=0.9MiB amp=true",
-    "three regions, four channels, batch norm, checkpointed, accumulated": "model.features=[4,8] model.norm=batch "
-    "model.in_channels=4 model.classes=3 model.regions=[[1,2,3],[2,3],[3]] model.regions_class_order=[1,2,3] "
-    "optim=sgd data.patch=[26,24,18] ckpt=2 accumulate=2 batch=1",
-    "two regions at three scales, weighted, tiles, bf16": "model.features=[4,8,12] model.classes=2 "
+    "regions at three scales, weighted, tiles, nearest, swish": "model.features=[4,8,12] model.classes=2 "
     "model.regions=[[1,2],[2]] model.regions_class_order=[1,2] model.deep_supervision=true loss.weights=[1,2] "
-    "optim=sgd data.patch=[24,16,20] recompute=tiles amp=true batch=2",
+    "model.norm=none model.upsampling=nearest model.activation=swish optim=sgd data.patch=[24,16,20] recompute=tiles",
     "twelve regions, whose loss is the peak, lean": "model.features=[2,4] model.classes=12 "
     "model.regions=[[1,2],[2],[3],[4],[5],[6],[7],[8],[9],[10],[11],[12]] "
     "model.regions_class_order=[1,2,3,4,5,6,7,8,9,10,11,12] optim=sgd data.patch=[32,20,24] recompute=lean batch=1",
-    "tiles, no norm, nearest, swish, dropout, deep supervision, cross-entropy": "model.features=[5,9,12] "
-    "model.norm=none model.activation=swish model.upsampling=nearest model.conv_bias=false model.dropout=0.3 "
-    "model.deep_supervision=true loss=ce optim=sgd data.patch=[13,24,17] recompute=tiles batch=3",
 }
 
 
@@ -245,28 +167,23 @@ ODD = {
 def test_of_odd_networks_all_that_the_ledger_lacks_is_scratch(words: str) -> None:
     """Sums of gradients above all: autograd adds them in place, but under a ledger it makes a new map for each."""
     overrides = tuple(words.split())
-    truth, _ = peak(record_of(*overrides), without=[NORM_BACKWARD, *CONVOLUTIONS])
+    truth = peak_bytes(allocators_record(*overrides), [NORM_BACKWARD, *CONVOLUTIONS])
     assert truth - NUMBERS <= ledger_peak(*overrides) <= truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "maps"), [("instance", 2), ("batch", 0), ("group", 0)])
 def test_in_place_costs_two_maps_after_instance_norm_and_nothing_after_the_others(norm: str, maps: int) -> None:
     """Instance norm returns a view; autograd replays an in-place change of a view on clones of the whole."""
     plain, in_place = (ledger_peak(f"model.norm={norm}", f"model.inplace={on}") for on in ("false", "true"))
     assert in_place == plain + maps * MAP
+    assert abs(plain - ledger_peak("model.norm=instance", "model.inplace=false")) < 16 * 1024, "but for statistics"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["instance", "group"])
-def test_an_activation_that_keeps_its_input_keeps_a_third_map(norm: str) -> None:
+def test_an_activation_that_keeps_its_input_keeps_a_third_map() -> None:
     """ReLU keeps only its result, which the next convolution keeps anyway; four units are at full resolution."""
-    relu, leaky, silu = (ledger_peak(f"model.norm={norm}", f"model.activation={a}", DEEP) for a in UNITS)
+    deep = ("model.norm=group", "model.features=[16,32,64]")
+    relu, leaky, silu = (ledger_peak(*deep, f"model.activation={name}") for name in ("relu", "leaky_relu", "silu"))
     assert leaky == silu >= relu + 4 * MAP
-    if norm != "instance":
-        assert ledger_peak(f"model.norm={norm}", "model.activation=leaky_relu", DEEP, "model.inplace=true") == relu
-
-
-@pytest.mark.slow
-def test_in_float32_the_norms_need_the_same_but_for_their_statistics() -> None:
-    peaks = [ledger_peak(f"model.norm={norm}") for norm in ("instance", "batch", "group")]
-    assert max(peaks) - min(peaks) < 16 * 1024
+    assert ledger_peak(*deep, "model.activation=leaky_relu", "model.inplace=true") == relu
