@@ -170,8 +170,9 @@ def _sections(
     yield "At the peak, the largest groups of tensors", _groups(subject)
     if without:
         yield "Peak without each option (predicted)", tables.single_techniques(without, peak)
-    if subject.dtype is torch.float32:
-        yield "Peak with each further option alone (predicted)", _further(subject)
+    further = _further(subject) if subject.dtype is torch.float32 else None
+    if further is not None and further.rows:
+        yield "Peak with each further option alone (predicted)", further
     if subject.technique.program is not None:
         yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
     yield "What parameters cost", tables.state(entry, subject.parameters)
