@@ -234,7 +234,7 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     "passed over, or shown as text",
 )
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from([*FILES, "memory.json", "memory.json"]))
 def test_a_file_that_is_damaged_anywhere_ends_no_report(folder: Path, data: st.DataObject, name: str) -> None:
     sound = (folder / name).read_bytes()
