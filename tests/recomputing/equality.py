@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from soundness import is_sound
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -118,7 +119,9 @@ def drawn_schedules(seed: int, tiles: int, measures: bool = False) -> Iterator[N
     """
 
     def front(sizes: Sizes) -> list[Schedule]:
-        return [compile_schedule(sizes, drawn_table(sizes.count, seed))]
+        schedule = compile_schedule(sizes, drawn_table(sizes.count, seed))
+        assert is_sound(sizes, schedule)
+        return [schedule]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "front", front)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from equality import drawn_table
 from promises import promise
+from soundness import is_sound
 from test_passing import Branches
 from torch import Tensor, nn
 
@@ -60,6 +61,7 @@ def test_the_front_falls_in_bytes_as_it_rises_in_work(searched: tuple[Sizes, Pro
     every_map = mask_of(range(sizes.count))
     all_stay = StageCache(sizes).cost([every_map] * (sizes.count + 1))
     assert len(program.schedules) > 3
+    assert all(is_sound(sizes, schedule) for schedule in program.schedules)
     for before, after in itertools.pairwise(program.schedules):
         assert after.peak_bytes < before.peak_bytes <= all_stay.bytes
         assert after.work > before.work >= all_stay.work
@@ -99,6 +101,7 @@ def test_stages_that_passes_share_are_those_of_each_pass_alone() -> None:
             alive += stage.growth
         peak = stages.cost(table)
         schedule = stages.schedule(table)
+        assert is_sound(sizes, schedule)
         assert (schedule.instructions, schedule.peak_bytes) == (tuple(instructions), most)
         assert schedule.work == peak.work
         assert (peak.bytes, indices_of(peak.maps)) == (most, maps)
