@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from guards import no, without, yes
+from guards import no, unchanged, without, yes
 from nifti_files import (
     WARNING,
     checked,
@@ -36,6 +36,7 @@ from unet3d.config.schema import Data
 from unet3d.data import texts
 from unet3d.data.cases import Case, DatasetInfo, read_dataset
 from unet3d.data.layouts.generated import phantom_outline
+from unet3d.data.prepare import prepare_data
 from unet3d.data.splits import split
 from unet3d.data.volume import read_grid
 
@@ -43,11 +44,17 @@ OUTSIDE = "data.allow_outside=true"
 ENTRY = {"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}
 
 
+@promise("Data", "JSON and tables with ...")
 def test_decathlons_layout(tmp_path: Path) -> None:
     """Cases are sorted by name, channels by number, and a class may be ignored."""
     data = decathlon(tmp_path, ("b", "a"))
     cases = tuple(Case(n, (tmp_path / f"imagesTr/{n}.nii.gz",), tmp_path / f"labelsTr/{n}.nii.gz") for n in "ab")
     assert read_dataset(data) == DatasetInfo("Small", ("CT",), cases, classes=("background", "organ", "tumour"))
+    path = tmp_path / "dataset.json"
+    for encoding in ("utf-8-sig", "utf-16"):  # as PowerShell writes it
+        path.write_text(path.read_text(), encoding=encoding)
+        assert read_dataset(data).cases == cases
+        path.write_text(path.read_text(encoding=encoding))
     rewrite(tmp_path, modality={str(n): f"m{n}" for n in reversed(range(11))}, training=[{"image": "imagesTr/a.nii"}])
     rewrite(tmp_path, labels={"0": "background", "2": "unlabelled", "1": "organ"})
     channels, cases = tuple(f"m{n}" for n in range(11)), (Case("a", (tmp_path / "imagesTr/a.nii",), None),)
@@ -314,6 +321,17 @@ def test_volumes_that_are_left_out_are_named_once(tmp_path: Path) -> None:
     )
 
 
+@promise("what is printed and written", "names and values from ...")
+@without("unet3d.base.errors.escaped", unchanged)
+def test_what_a_run_says_of_them_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = decathlon(tmp_path / "set")
+    (tmp_path / "set" / "imagesTr" / "x\x1b[2J.mha").touch()
+    prepare_data(data)
+    error = capsys.readouterr().err
+    assert r"x\x1b[2J.mha" in error
+    assert "\x1b" not in error
+
+
 @promise("Data", ".NII.GZ; volumes of other ...")
 def test_a_data_set_of_another_format_is_named(tmp_path: Path) -> None:
     data = folders(tmp_path, "a.nii", "a.nii")
@@ -423,11 +441,15 @@ def test_the_phantom_is_known_before_it_is_generated(
     assert checked(config.data) == []
 
 
-def test_a_split_of_the_phantom_is_refused_before_it_is_generated(
+@pytest.mark.slow
+def test_a_prediction_of_memory_generates_no_phantom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert face("memory", "data=phantom", "model=unet_tiny", "data.fold=0", "data.folds=99") == 2
+    words = ["data=phantom", "model=unet_tiny", "data.patch=[16,16,16]", "model.features=[4,8]"]
+    assert face("memory", *words, "--below", "1GiB") == 0
+    assert "peak" in capsys.readouterr().out
+    assert face("memory", *words, "data.fold=0", "data.folds=99") == 2
     assert "data.folds=99" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
