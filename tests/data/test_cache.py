@@ -3,10 +3,12 @@
 import io
 import os
 import pickle
+import re
 import resource
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,8 @@ from unet3d.config.schema import Augment, Config, Data
 from unet3d.data import cache, loader, prepare
 from unet3d.data.cache import DiskCache, key_of
 from unet3d.data.cases import Case
-from unet3d.data.patches import Patches, PreparedCase
+from unet3d.data.check import DIGEST
+from unet3d.data.patches import Patches, PreparedCase, crop
 from unet3d.data.prepare import prepare_data
 from unet3d.run import run as job
 
@@ -116,6 +119,24 @@ def test_other_numbers_need_another_format(data: Data) -> None:
     centres = int(one.centres_of(0).astype(np.int64).sum())
     assert (cache.FORMAT, one.spacing, int(one.label.sum()), centres) == (4, (1.3, 1.1, 2.0), -210_031, 57_369)
     assert image == pytest.approx(-117.90, rel=1e-3)
+
+
+@promise("Data", "prepared cases that do ...")
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_patch_touches_its_own_bytes_alone(tmp_path: Path, mirror: bool) -> None:
+    """Rows of 8 and 4 MiB: the system maps up to 2 MiB around what is read."""
+    arrays = {"image": np.ones((1, 2, 2, 2**21), np.float32), "label": np.zeros((2, 2, 2**21), np.int16)}
+    found = DiskCache(tmp_path, full=False).read(KEY, {name: a.shape for name, a in arrays.items()}, lambda: arrays)
+    image, label = (torch.from_dlpack(found[name]) for name in arrays)
+    crop(image, label, np.array([0.5, 0.5, 2.0**20]), [4, 4, 16], mirror)
+    maps = Path("/proc/self/smaps").read_text()
+    (kib,) = re.findall(rf"/{KEY}\.arrays\n(?:.*\n)*?Rss: +(\d+) kB", maps)
+    assert 0 < int(kib) * 2**10 <= (image.nbytes + label.nbytes) / 2
+
+
+def test_the_scale_of_ct_follows_the_training_cases(data: Data) -> None:
+    for fold in (0, 1, 0):
+        assert are_as_prepared(replace(data, intensity="ct", fold=fold, folds=2))
 
 
 ROOM = 100 * 2**20
@@ -222,11 +243,10 @@ def blind_to_options(hashes: object, *options: object) -> str:
 @without("unet3d.data.prepare.key_of", blind_to_files)
 @without("unet3d.data.prepare.key_of", blind_to_options)
 def test_files_and_options_that_change_have_other_entries(data: Data) -> None:
-    assert are_as_prepared(data)
-    assert len(entries(data)) == 2
-    write(Path(data.root or "") / "imagesTr/a.nii.gz", image(SHAPE, seed=9))
-    assert are_as_prepared(data)
-    assert len(entries(data)) == 3
+    for seed, count in ((0, 2), (9, 3), (0, 3)):
+        write(Path(data.root or "") / "imagesTr/a.nii.gz", image(SHAPE, seed))
+        assert are_as_prepared(data)
+        assert len(entries(data)) == count
     for count, (name, value) in enumerate((("intensity", "none"), ("ignore", 200), ("affine", "qform")), start=1):
         data = replace(data, **{name: value})
         assert are_as_prepared(data)
@@ -262,10 +282,12 @@ def replaced(path: Path, make: Callable[[Path], object]) -> None:
     make(path)
 
 
-def smaller(path: Path) -> None:
-    """Write an image of another size, with digests that are right."""
-    shapes = {"image": (1, 2, 2, 2)}
-    DiskCache(path.parent, full=False).read(path.stem, shapes, lambda: {"image": np.ones(shapes["image"])})
+def smaller(path: Path, name: str) -> None:
+    """Cut one of the arrays, with digests that are right."""
+    shapes = {"image": (1, *SHAPE), "label": SHAPE, "centres": (None, 4), "replaced": (), "digest": (DIGEST,)}
+    store = DiskCache(path.parent, full=False)
+    arrays = store.read(path.stem, shapes, dict)
+    store._write(path.stem, arrays | {name: arrays[name][..., :3]}, shapes)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -275,7 +297,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "absent": Path.unlink,
     "pipe": lambda path: replaced(path, os.mkfifo),
     "link": lambda path: replaced(path, lambda path: path.symlink_to("/dev/zero")),
-    "of another size": lambda path: replaced(path, smaller),
+    "small image": partial(smaller, name="image"),
+    "small label": partial(smaller, name="label"),
+    "small centres": partial(smaller, name="centres"),
+    "small digest": partial(smaller, name="digest"),
 }
 
 
