@@ -293,22 +293,26 @@ class Arrivals(TorchDispatchMode):
 CLASSES, WINDOWS = 20, even_corners((20, 12, 9), (8, 8, 8), 0.5)
 
 
-def copies_and_strips(**changes: object) -> tuple[int, int]:
-    """Return how often a prediction of a fake network on a device ("meta") copies to the host, and its strips."""
-    with fake_mode(), Arrivals() as arrivals:
+def copies_strips_bytes(**changes: object) -> tuple[int, int, int]:
+    """Return how often a prediction of a fake network on a device ("meta") copies to the host, its strips and bytes."""
+    ledger = Ledger(device_type="meta")
+    with fake_mode(), Arrivals() as arrivals, ledger:
         options = Model(in_channels=1, classes=CLASSES)
         found = predictor(nn.Conv3d(1, CLASSES, 1, device="meta"), (8, 8, 8), options, **changes)
         devices = [strip.probabilities.device.type for strip in found.strips(torch.zeros(1, 20, 12, 9))]
     assert {*devices} == {"cpu"}
-    return arrivals.count, len(devices)
+    return arrivals.count, len(devices), most_held(ledger.events)
 
 
 @promise("Prediction", "several windows in one ...")
 @pytest.mark.parametrize(("batch", "passes"), [(1, 16), (5, 4)])
 def test_sums_on_a_device_cost_a_copy_a_strip_and_sums_on_the_host_one_a_pass(batch: int, passes: int) -> None:
-    copies, strips = copies_and_strips(batch=batch, sums_on_device=True)
+    copies, strips, held = copies_strips_bytes(batch=batch, sums_on_device=True)
     assert copies == strips < 16
-    assert copies_and_strips(batch=batch, sums_on_device=False) == (passes, strips)
+    *others, of_a_pass = copies_strips_bytes(batch=batch, sums_on_device=False)
+    assert others == [passes, strips]
+    # What is predicted, but for the copy of a strip, for which no pass waits.
+    assert held - of_a_pass == sums_bytes(WINDOWS, (8, 8, 8), CLASSES) - 4 * CLASSES * 8 * 8 * 9
 
 
 @pytest.mark.parametrize(("free", "window_bytes", "is_there"), [(0, 1000, True), (-1, 1000, False), (0, None, False)])
@@ -317,7 +321,7 @@ def test_sums_are_on_the_device_where_they_fit_beside_a_pass(
 ) -> None:
     needed = sums_bytes(WINDOWS, (8, 8, 8), CLASSES) + 1000
     monkeypatch.setattr(inference, "free_bytes", lambda device: needed + free)
-    copies, strips = copies_and_strips(window_bytes=window_bytes)
+    copies, strips, _ = copies_strips_bytes(window_bytes=window_bytes)
     assert copies == (strips if is_there else 16)
 
 

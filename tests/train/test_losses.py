@@ -64,11 +64,13 @@ every_loss = pytest.mark.parametrize(
 
 
 def example(ignored: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return logits of two images, of three classes or regions, and labels, a share of which is ignored."""
+    """Return logits of two images, of three classes or regions, one very large, and labels, a share of them ignored."""
     generator = torch.Generator().manual_seed(0)
     label = torch.randint(0, 3, (2, *SIZES), generator=generator).short()
     label[torch.rand(label.shape, generator=generator) < ignored] = IGNORE
-    return 3 * torch.randn(2, 3, *SIZES, generator=generator), label
+    logits = 3 * torch.randn(2, 3, *SIZES, generator=generator)
+    logits[0, 0, 0, 0, 0] = 3000
+    return logits, label
 
 
 def plain(name: str, logits: Tensor, label: Tensor, options: LossOptions) -> Tensor:

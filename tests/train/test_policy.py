@@ -208,6 +208,7 @@ def scale(stage: Any, x: Tensor) -> Tensor:
     "NumPy array, for a segment's last operation, which is not run again; on a GPU differences below 2 %",
 )
 @without("unet3d.training.checkpointing.is_compared", no, only="unseen")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -229,9 +230,21 @@ def scale(stage: Any, x: Tensor) -> Tensor:
         *("unseen iterator", "unseen closure", "unseen in a list", "unseen write", "unseen in the last operation"),
     ],
 )
-def test_what_cannot_be_put_back_or_computes_other_values_again_is_refused_by_name(make: Make, named: str) -> None:
+def test_what_cannot_be_put_back_or_computes_other_values_again_is_refused_by_name(
+    make: Make, named: str, dtype: torch.dtype | None
+) -> None:
     with pytest.raises(UserError, match=rf"^ckpt\b[^\n]*{named}[^\n]*ckpt=0"):
-        outcome(lambda: nn.Sequential(convolution(), make(), convolution()), (1, 2, 6, 6, 6), (0, 1, 2))
+        outcome(lambda: nn.Sequential(convolution(), make(), convolution()), (1, 2, 6, 6, 6), (0, 1, 2), dtype)
+
+
+@promise("Resume", "another number of threads ...")
+def test_other_threads_change_rounding_alone(network: Network, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(torch.cat([tensor.flatten() for tensor in outcome(network, (2, 1, 16, 16, 16), ())]))
+    assert (found[0] - found[1]).norm() < 1e-4 * found[0].norm()
 
 
 @promise("Resume", "stages of one's own ...")

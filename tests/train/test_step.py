@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import Calls
 from guards import no, without, yes
 from promises import promise
 from torch import Tensor, nn
@@ -56,6 +57,18 @@ def test_accumulated_halves_equal_the_whole(network: Network) -> None:
     assert marks == [*("data", "forward", "loss", "backward") * 2, "step", "end"]
     torch.testing.assert_close(whole.state_dict(), halves.state_dict(), atol=1e-5, rtol=1e-5)
     assert all(p.grad is None for p in halves.parameters())
+
+
+@pytest.mark.parametrize(("memory", "more"), [(FLOAT32, 0), (FP16, 1)], ids=["float32", "fp16"])
+def test_a_step_waits_once_for_the_device_however_many_micro_batches(
+    network: Network, memory: MemoryPolicy, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All numbers are read together; fp16's scaler asks once more, whether a gradient overflowed."""
+    read, lists, calls = Tensor.tolist, list[int](), Calls()
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor.numel()) or read(tensor))
+    with calls:
+        step(network(), *[batch()] * 3, memory=memory, clip=1.0)
+    assert (lists, calls.counts[torch.ops.aten._local_scalar_dense.default]) == ([4 + more], more)
 
 
 def test_a_loss_beyond_the_range_of_half_precision_weights_is_a_number() -> None:
