@@ -131,10 +131,14 @@ def test_training_goes_on_while_no_checkpoint_can_be_saved_and_ends_in_an_error(
     done = train(tmp_path, *words, "hydra.run.dir=run", hook=small_files)
     assert done.code == 2 and "File too large" in status(run)
     *warnings, _ = done.err.splitlines()
+    assert warnings, "the first save that fails ends no run"
     for line in warnings:
         assert re.search(r"/checkpoints/.*File too large.*ulimit -f.* 2$", line), "the step of the last checkpoint"
-    assert train(tmp_path, "resume=run").code == train(tmp_path, *words, "hydra.run.dir=whole").code == 0
-    assert same(run, tmp_path / "whole") and status(run).startswith("done")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert train(tmp_path, *words, "hydra.run.dir=link/../link/whole").code == 0, "a folder behind a link"
+    assert train(tmp_path, "resume=run").code == 0
+    assert same(run, tmp_path / "real" / "whole") and status(run).startswith("done")
 
 
 def full_between(folder: Path, after: int, until: int) -> None:
