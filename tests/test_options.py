@@ -168,6 +168,7 @@ channels_last=true model.norm=group | channels_last=true and model.norm=group
 wandb.project=a/b | wandb.project=a/b: holds /
 wandb.project='a:b#c' | wandb.project=a:b#c: holds # :
 wandb.project='' | wandb.project= | 128
+wandb.entity=a%b | wandb.entity=a%b: holds %
 wandb.name=NAME | wandb.name | at most 128
 wandb.tags=[a,NAME] | wandb.tags | at most 64
 wandb.tags=[''] | 1 to 64
@@ -309,6 +310,11 @@ def test_an_option_that_does_nothing_is_one_warning(words: list[str], parts: lis
     assert not missing(line, parts), line
 
 
+def test_classes_may_weigh_nothing_while_others_do() -> None:
+    compose.compose(["loss=ce", "loss.weights=[0,1,2]"])
+    compose.compose(["loss.weights=[0,2,0]"])
+
+
 def test_what_repeats_itself_is_not_refused() -> None:
     config = compose.compose(["deterministic=true", "device=cuda", "model.downsampling=strided_conv"])
     assert rules.switches_of(config) == "deterministic=true"
@@ -443,6 +449,10 @@ def test_a_text_of_a_file_is_the_word_that_stands_there_or_is_refused(tmp_path: 
     named.write_text("# @package _global_\nwandb: {name: '1_2', tags: [1.5, 2024-10-05]}\ndata: {cache: off}\n")
     config = compose.compose(words)
     assert (config.wandb.name, config.wandb.tags, config.data.cache) == ("1_2", ["1.5", "2024-10-05"], "off")
+    named.write_text("# @package _global_\ndata: {patch: &p [16, 16, 16], phantom: {shape: *p}}\n")
+    assert compose.compose(words).data.phantom.shape == [16, 16, 16]
+    named.write_text("# @package _global_\n# nothing\n")
+    assert compose.compose(words) == compose.compose([])
     path = tmp_path / "plan.yaml"
     for word in WORDS:
         path.write_text(f"options: {{data: {{classes: [background, {word}]}}}}\n")

@@ -185,6 +185,20 @@ def test_a_run_resumes_only_with_code_that_the_command_line_names(place: Path, t
     assert [r["step"] for r in records(copy) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
+@promise("checkpoints and run folders", "code is imported only ...")
+def test_a_planted_path_is_not_imported(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    planted = tmp_path / "run"
+    shutil.copytree(here / "run", planted)
+    for name in ("overrides.yaml", "config.yaml"):
+        (planted / name).write_text((planted / name).read_text().replace(NETWORK[11:], "planted:Network"))
+    for words, said in ((OWN[1:], "=planted:Network"), (OWN, ": planted:Network -> own_parts:Network")):
+        with pytest.raises(UserError, match=rf"\bmodel\.path{said}"):
+            planned([f"resume={planted}", *words])
+    assert face("report", planted) == 0
+
+
 def test_predict_and_publish_take_the_network_that_the_command_line_names(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,16 +5,20 @@ import re
 import sys
 from itertools import chain, groupby
 from pathlib import Path
+from unittest.mock import Mock
 
 import nibabel as nib
 import numpy as np
 import pytest
+from guards import nothing
 from promises import promise
 from rich.console import Console as Terminal
 from training import TINY, face, train
 
 from unet3d.base import progress
 from unet3d.base.progress import Counter
+from unet3d.data.cases import Case
+from unet3d.run.validation import evaluate
 
 Line = tuple[str, list[str]]  # what is counted, and the numbers behind it
 SHOWN_AGAIN = "\x1b[?25h"  # the cursor, once a bar is removed
@@ -129,10 +133,10 @@ def test_bars_on_a_terminal_share_one_display_which_ends_with_the_last(
     assert outer.done == 1
     for part in ("training", "validation", "loss 0.5"):
         assert part in terminal.getvalue()
-    with progress.counting("validation", 2) as counter:
+    with progress.counting("validation", 7) as counter:
         list(progress.parts("ab"))
         with progress.counting("redraws the display"):
-            assert "1/2" in terminal.getvalue() and counter.done == 0, "a part moves the bar"
+            assert "1/7" in terminal.getvalue() and counter.done == 0, "a part moves the bar"
     assert terminal.getvalue().endswith(SHOWN_AGAIN)
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(KeyboardInterrupt), progress.counting("searching") as counter:
@@ -148,6 +152,15 @@ def test_what_a_file_gets_does_not_go_to_the_terminal(
     with progress.counting("predicting", 1):
         print("out/a.nii.gz", file=getattr(sys, stream))
     assert getattr(capsys.readouterr(), stream[3:]) == "out/a.nii.gz\n" and "a.nii.gz" not in terminal.getvalue()
+
+
+def test_a_validation_that_fails_removes_its_bar_before_the_error_is_shown(terminal: io.StringIO) -> None:
+    shown = ""
+    try:
+        [*evaluate(Mock(), [Case("a", (), None)], Mock(side_effect=RuntimeError), False, "validation", nothing)]
+    except RuntimeError:
+        shown = terminal.getvalue()  # while the error still holds the frames it left
+    assert "validation" in shown and shown.endswith(SHOWN_AGAIN)
 
 
 # --- what shows progress

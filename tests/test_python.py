@@ -160,6 +160,15 @@ def test_an_array_of_any_numbers_is_segmented(network: Network, kind: Any) -> No
         (np.stack([VOXELS] * 2), ONES, None, r"image.*2 channels.*\b1\b"),
         (Path("none.nii"), None, None, r"none.*none\.nii"),
         ([VOXELS, VOXELS], None, None, "segment.*C X Y Z"),
+        ([IMAGE, "a.nii.gz"], None, None, "segment.*C X Y Z"),
+        (VOXELS, 1.0, None, r"segment.*spacing.*\b1\.0\b"),
+        (VOXELS, ("1", "1", "1"), None, "segment.*spacing.*'1'"),
+        (VOXELS, (1e-300, 1, 1), None, r"segment.*spacing.*\b1e-300\b"),
+        (VOXELS, None, np.full((4, 4), np.nan), "segment.*4 x 4"),
+        (IMAGE, None, OBLIQUE, "segment.*affine"),
+        (np.where(VOXELS > 300, np.nan, VOXELS), ONES, None, r"image.*\bNaN\b"),
+        (nib.Nifti1Image(VOXELS.astype(np.complex64), OBLIQUE), None, None, "segment.*complex64"),
+        (3, None, None, r"segment.*\bint\b"),
     ],
 )
 def test_an_image_that_does_not_suit_is_one_line(

@@ -7,13 +7,14 @@ import re
 import resource
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from promises import promise
-from training import PLAIN, ROOT, TINY, face, records, run, status, train, weights
+from training import PLAIN, ROOT, TINY, face, fail, records, run, status, train, weights, when
 from wandb_records import read_run as read_wandb
 
 from unet3d.config import compose
@@ -148,6 +149,13 @@ def limit_memory() -> None:
         return forward(policy, model, image)
 
     MemoryPolicy.forward = limited  # type: ignore[method-assign]
+
+
+def test_a_picture_that_memory_has_no_room_for_ends_no_training(tmp_path: Path) -> None:
+    hook = when("unet3d.report.held_out.segmentation", 1, partial(fail, MemoryError("no room")))
+    done = train(tmp_path, *TINY, "tensorboard=true", "hydra.run.dir=run", hook=hook)
+    assert done.code == 0, done.err
+    assert re.search(r"run/figures/validation\.png: .*MemoryError: no room", done.err)
 
 
 def test_a_resumed_run_keeps_its_first_step_and_the_page_is_what_the_command_writes(

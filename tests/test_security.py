@@ -25,6 +25,7 @@ from tables import cases
 from training import TINY, face, planned
 from training import train as train_in
 
+import unet3d
 from unet3d import build
 from unet3d.base import files
 from unet3d.base.errors import CheckpointError, DamagedCheckpoint, UserError
@@ -329,8 +330,9 @@ def with_another_end(sound: bytes, length: int) -> bytes:
         lambda sound: with_another_end(sound, 16),
         lambda sound: b"legacy" + with_another_end(sound, -6),
         lambda sound: sound[:-2] + b"\1\0x",
+        lambda sound: sound[:-34] + bytes([sound[-34] ^ 1]) + sound[-33:],
     ],
-    ids=["directory", "begin", "comment"],
+    ids=["directory", "begin", "comment", "locator"],
 )
 def test_a_checkpoint_that_torch_would_read_as_another_than_is_checked_is_refused(
     tmp_path: Path, damage: Callable[[bytes], bytes]
@@ -341,6 +343,17 @@ def test_a_checkpoint_that_torch_would_read_as_another_than_is_checked_is_refuse
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DamagedCheckpoint, match=r"a\.pt.*torch\.save"):
         checkpoint.load_checkpoint(path)
+
+
+@promise("Checkpoints", "a pickled command; a ...")
+@pytest.mark.parametrize("content", [b"\x80\x02\x8c\x02\xff\xfe.", b"\x80\x02}q\x00h\x07.", b"\x80\x02(K\x01t."])
+def test_a_damaged_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
+    checkpoint.save_checkpoint(tmp_path / "a.pt", {})
+    with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "b.pt", "w") as damaged:
+        for name in sound.namelist():
+            damaged.writestr(name, content if name.endswith("data.pkl") else sound.read(name))
+    with pytest.raises(CheckpointError, match=r"b\.pt: [^\n]*\Z"):
+        checkpoint.load_checkpoint(tmp_path / "b.pt")
 
 
 @pytest.fixture
@@ -374,7 +387,9 @@ hydra:
     "a config or an overrides.yaml that names a YAML file of the folder, code, an alias, `${...}` or a deep nesting",
     "refused, or not read: a run is rebuilt from config.yaml as plain values",
 )
-def test_a_config_in_a_run_folder_is_not_composed(stranger: Path, finished: Path) -> None:
+def test_a_config_in_a_run_folder_is_not_composed(
+    stranger: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a path that leaves the package's configs, an option could name a file of the folder, whose handlers run."""
     (stranger / "evil.yaml").write_text(EVIL)
     up = "/".join([".."] * 30)
@@ -383,6 +398,8 @@ def test_a_config_in_a_run_folder_is_not_composed(stranger: Path, finished: Path
     phantom = finished.parent / "data" / "phantom"
     done = train_in(stranger.parent, "resume=stranger", "steps=5", "eval_every=0", f"data.root={phantom}")
     assert done.code == 0, done.err
+    monkeypatch.chdir(stranger.parent)
+    assert face("compare", "stranger") == 0
     assert not list(stranger.parent.rglob("it_ran"))
 
 
@@ -442,12 +459,12 @@ def test_a_config_in_a_run_folder_is_options_and_nothing_else(
 )
 @without("unet3d.run.record.refuse_links_out", nothing, only="scores.csv")
 @without("unet3d.config.compose.refuse_links_out", nothing, only="new.link")
-@pytest.mark.parametrize("name", ["scores.csv", "new.link", "checkpoints/last.pt", "figures"])
+@pytest.mark.parametrize("name", ["scores.csv", "new.link", "checkpoints/last.pt", "figures", "STATUS", ".lock"])
 def test_nothing_is_read_or_written_through_a_link_out_of_a_run_folder(
     stranger: Path, name: str, capsys: pytest.CaptureFixture
 ) -> None:
     """A link within, as wandb makes them, is no fault."""
-    (stranger / "latest").symlink_to("STATUS")
+    (stranger / "latest").symlink_to("config.yaml")
     assert face("report", stranger) == 0
     victim, path = stranger.parent / "victim", stranger / name
     is_folder = path.is_dir()
@@ -621,3 +638,5 @@ def test_weights_whose_outputs_are_not_finite_predict_nothing(
     shown = capsys.readouterr().err
     assert str(image) in shown and "NaN" in shown and shown.count("\n") == 1
     assert not [*(path.parent / "out").glob("*.nii*")]
+    with pytest.raises(UserError, match=r"as it was given\b.*\bNaN\b"):
+        unet3d.load(path, device="cpu").segment(np.random.default_rng(0).random((9, 9, 9)), (1, 1, 1))

@@ -22,7 +22,7 @@ from hydra.core.singleton import Singleton
 from jobs import sweep_of
 from promises import promise
 from slurm import one_node
-from training import ROOT, TINY, planned, records, run, status, train
+from training import ROOT, TINY, face, planned, records, run, status, train
 from wandb_records import read_run
 
 from unet3d.base.errors import UserError
@@ -137,6 +137,20 @@ def test_a_job_that_never_began_is_a_row_that_says_so(
     assert [line.partition(": ")[0] for line in lines] == [str(job.folder) for job in four[1:3]]
 
 
+def test_a_comparison_that_cannot_be_saved_is_one_line(
+    four: list[sweep.Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("sweep/compare.csv").mkdir(parents=True)
+
+    def launch() -> None:
+        for job in four:
+            job.folder.mkdir()
+            lifecycle.write_end(job.folder, "done", 0)
+
+    assert sweep.run(four, launch) == 2
+    assert re.fullmatch(r"error: \S*sweep: .*Is a directory.*\n", capsys.readouterr().err)
+
+
 @promise("Training", "a launcher that is ...")
 def test_a_launcher_that_fails_is_one_line_and_leaves_no_table(
     four: list[sweep.Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -244,7 +258,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
 @promise("What scripts rely on", "exit code 128 + n", "a job of a sweep was killed by signal n")
 @promise("Training", "a job of a ...")
 @pytest.mark.slow
-def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: Swept) -> None:
+def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: Swept, tmp_path: Path) -> None:
+    """The table is the one that `compare` makes of the folder later."""
     done, folder, _ = swept
     assert done.returncode == 128 + 9, done.stderr
     killed, trained = table(folder)
@@ -262,6 +277,7 @@ def test_a_sweep_ends_with_its_comparison_and_a_failed_job_is_a_row(swept: Swept
         *("0", "1", "compare.csv", "compare.html", "multirun.yaml", "wandb"),
         *(f"{name}.{kind}" for name in ("compare", "curves") for kind in ("png", "svg")),
     }
+    assert face("compare", folder, "-o", tmp_path / "later") == 0 and table(tmp_path / "later") == table(folder)
 
 
 @pytest.mark.slow

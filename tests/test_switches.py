@@ -19,6 +19,7 @@ from unet3d.config import compose, rules
 from unet3d.memory.meter import COUNTED
 from unet3d.memory.prediction import estimate
 from unet3d.run.record import headline, read_run
+from unet3d.run.run_folder import environment
 from unet3d.training.losses import LOSSES
 from unet3d.training.switches import CUBLAS, foreseen_error, switched
 
@@ -174,14 +175,24 @@ def test_channels_last_is_of_weights_and_maps() -> None:
     config = compose.compose(["model=unet_tiny", "channels_last=true"])
     config.model.in_channels, config.model.classes = 2, 3
     policy = build.policy(config, "cpu")
-    model = policy.formatted(build.model(config.model, 0))
+    own = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3))  # of a user
     formats = []
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         formats.extend(t.is_contiguous(memory_format=torch.channels_last_3d) for t in (module.weight, output))
 
-    for module in model.modules():
-        if isinstance(module, nn.Conv3d) and module.kernel_size != (1, 1, 1):  # whose weights are in both formats
-            module.register_forward_hook(note)
-    policy.forward(model, torch.ones(2, 2, 16, 16, 16))
-    assert formats and all(formats)
+    for model in map(policy.formatted, (build.model(config.model, 0), own)):
+        for module in model.modules():
+            if isinstance(module, nn.Conv3d) and module.kernel_size != (1, 1, 1):  # whose weights are in both formats
+                module.register_forward_hook(note)
+        policy.forward(model, torch.ones(2, 2, 16, 16, 16))
+    assert len(formats) > 4 and all(formats)
+
+
+def test_the_environment_says_how_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with switched_by("cuda.benchmark=true", "cuda.tf32=false"):
+        found = environment(torch.device("cuda"))
+    assert (found["benchmark"], found["tf32"], found["capability"]) == (True, "off", "9.0")
+    assert "convolutions" in environment(torch.device("cuda"))["tf32"]

@@ -1,10 +1,12 @@
-"""Names and values of strangers, printed by any command, can neither command a terminal nor end the work."""
+"""What is printed: values of strangers neither command a terminal nor end the work; a full disk loses little."""
 
 import errno
+import io
 import os
 import re
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import nibabel as nib
@@ -13,9 +15,10 @@ import pytest
 import torch
 from guards import unchanged, without
 from promises import promise
-from training import PLAIN, TINY, face, status
+from training import PLAIN, TINY, face, fail, status
 
 from unet3d.base import errors
+from unet3d.base.process import SafeStream
 from unet3d.cli import lifecycle
 from unet3d.config.schema import Config
 from unet3d.data import restore
@@ -24,6 +27,7 @@ from unet3d.run import checkpoint
 CODES = "\x1b[2J\x07\x9b\u202e"  # they clear a terminal, ring, begin another command, reverse what follows
 FOREIGN = os.fsdecode(b"\xff")  # of a file's name that is not UTF-8
 SHOWN = r"\x1b[2J\x07\x9b\u202e"
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 Capture = pytest.CaptureFixture[str]
 
 
@@ -100,9 +104,10 @@ def test_an_input_that_cannot_be_read_stops_no_other(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     save_image(tmp_path / "in" / "good.nii.gz")
-    (tmp_path / "in" / "loop.nii.gz").symlink_to("loop.nii.gz")
-    (tmp_path / "in" / "lost.nii.gz").symlink_to("nowhere")
-    os.mkfifo(tmp_path / "in" / "pipe.nii.gz")
+    for folder in (tmp_path, tmp_path / "in"):
+        (folder / "loop.nii.gz").symlink_to("loop.nii.gz")
+        (folder / "lost.nii.gz").symlink_to("nowhere")
+        os.mkfifo(folder / "pipe.nii.gz")
     (tmp_path / "locked").mkdir()
     names = Path.iterdir
 
@@ -112,11 +117,11 @@ def test_an_input_that_cannot_be_read_stops_no_other(
         return names(folder)
 
     monkeypatch.setattr(Path, "iterdir", listed)
-    inputs = (tmp_path / "locked", tmp_path / "in")
-    assert face("predict", finished / "checkpoints" / "last.pt", *inputs, "-o", tmp_path / "out") == 2
+    wrong = [tmp_path / name for name in ("locked", "loop.nii.gz", "lost.nii.gz", "pipe.nii.gz")]
+    assert face("predict", finished / "checkpoints" / "last.pt", *wrong, tmp_path / "in", "-o", tmp_path / "out") == 2
     found = errors_in(capsys.readouterr().err)
-    for name in ("locked", "in/loop.nii.gz", "in/lost.nii.gz", "in/pipe.nii.gz"):
-        assert [line for line in found if f" {tmp_path / name}: " in line], (name, found)
+    for path in (*wrong, *(tmp_path / "in" / path.name for path in wrong[1:])):
+        assert len([line for line in found if f" {path}: " in line]) == 1, (path, found)
     assert [path.name for path in (tmp_path / "out").glob("*.nii*")] == ["good.nii.gz"]
 
 
@@ -181,6 +186,34 @@ def test_a_trace_cannot_command_a_terminal(tmp_path: Path, capsys: Capture) -> N
     refuse_codes(printed + status(tmp_path))
 
 
+class Filling(io.StringIO):
+    """A file on a disk that is full now and then."""
+
+    is_full = False
+
+    def flush(self) -> None:
+        if self.is_full:
+            raise FULL
+
+
+def test_what_is_printed_goes_on_once_a_full_disk_has_room() -> None:
+    file = Filling()
+    stream = SafeStream(file)
+    for text, file.is_full in (("a", False), ("b", True), ("c", False)):
+        stream.write(text)
+        stream.flush()
+    assert file.getvalue() == "abc"
+
+
+def test_status_is_written_over_the_file_that_is_there_where_no_other_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lifecycle.write_end(tmp_path, "a much longer line than the next", 0)
+    monkeypatch.setattr("unet3d.run.run_folder.write_status", partial(fail, FULL))
+    lifecycle.write_end(tmp_path, "failed", 1)
+    assert status(tmp_path) == "failed\nexit code 1\n"
+
+
 # --- predict and publish
 
 
@@ -232,10 +265,11 @@ def test_a_published_checkpoint_predicts_the_same_and_names_no_path(
 ) -> None:
     whole, slim = tmp_path / "whole.pt", tmp_path / "net.pt"
     state = checkpoint.load_checkpoint(finished / "checkpoints" / "best.pt")
-    state["config"] |= {"resume": "/home/someone/run"}
+    state["config"] |= {"resume": "/home/someone/run", "wandb": state["config"]["wandb"] | {"project": "a-secret"}}
+    state["config"]["data"] |= {"images": "/home/someone/scans"}
     checkpoint.save_checkpoint(whole, state)
     assert face("publish", whole, "-o", slim) == 0
-    for secret in (str(finished), "imagesTr", "phantom/", "/home/someone"):
+    for secret in (str(finished), "imagesTr", "phantom/", "a-secret", "/home/someone"):
         assert secret.encode() not in slim.read_bytes()
     image = next((finished.parent).rglob("imagesTr/*.nii.gz"))
     for name, path in (("whole", whole), ("slim", slim)):
