@@ -161,12 +161,12 @@ def test_another_number_of_threads_is_told(state: CheckpointManager, tmp_path: P
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
-        *((("step",), value) for value in (-5, 2.5)),
+        *((("step",), value) for value in (-5, 2.5, True)),
         (("last_validation",), 7),
-        *((("best",), value) for value in ("x", 7.0)),
+        *((("best",), value) for value in ("x", 7.0, float("nan"))),
         *((("rng",), value) for value in (torch.zeros(9, dtype=torch.uint8), "x")),
         (("scaler",), {}),
-        (("scaler", "scale"), 0.0),
+        *((("scaler", "scale"), value) for value in (0.0, float("inf"))),
         (("threads",), "x"),
         (MOMENT, torch.zeros(SHAPE).double()),
         pytest.param(MOMENT, torch.full(SHAPE, float("nan")), id="nan moment"),

@@ -41,6 +41,7 @@ from unet3d.run.training_state import refuse_other_data
 from unet3d.training import trainer
 
 KILLED = -signal.SIGKILL
+SAVE_LAST = "unet3d.run.training_state.CheckpointManager.save_last"
 
 
 def damage(path: Path) -> None:
@@ -173,7 +174,7 @@ def exchange_held_out(phantom: Path) -> None:
     [
         ("steps=3", None, r"steps=3: .*\b4\b"),
         ("device=cuda", None, "device=cuda"),
-        ("seed=0", swap_labels, r"labels of phantom_000, phantom_001 changed"),
+        ("seed=0", swap_labels, r"resume: labels of phantom_000, phantom_001 changed"),
         ("data.split=split.json", exchange_held_out, r"held-out cases: \['phantom_\d+', .* -> \['phantom"),
     ],
     ids=["fewer steps", "a device that is not there", "swapped labels", "other cases"],
@@ -190,14 +191,14 @@ def test_a_refused_resume_leaves_no_trace(word: str, change: object, said: str, 
 @promise("Resume", "`resume=` with another width ...")
 @without("unet3d.config.compose.options_with", none)
 def test_another_network_is_refused_and_another_rate_is_reported() -> None:
-    before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1, "betas": 1}, "resume": None}
+    before = {"model": {"features": [4, 8]}, "data": {"patch": [16]}, "optim": {"lr": 0.1}, "resume": None}
     now = before | {"model": {"features": [8, 8]}, "data": {"patch": [8]}, "resume": "run"}
     with pytest.raises(UserError, match=r"data.patch: \[16\] -> \[8\]; model.features: \[4, 8\] -> \[8, 8\]"):
         refuse_changes(before, now)
-    with pytest.raises(UserError, match=r"optim\.betas: 1 -> 2"):  # which the checkpoint's optimizer keeps
-        refuse_changes(before, before | {"optim": {"lr": 0.1, "betas": 2}})
-    changed = before | {"optim": {"lr": 0.2, "betas": 1}, "resume": "run"}
-    assert refuse_changes(before, changed) == ["optim.lr: 0.1 -> 0.2"]
+    for option in ("weight_decay", "betas", "momentum"):  # which the checkpoint's optimizer keeps
+        with pytest.raises(UserError, match=f"optim.{option}: 1 -> 2"):
+            refuse_changes({"optim": {option: 1}}, {"optim": {option: 2}})
+    assert refuse_changes(before, before | {"optim": {"lr": 0.2}, "resume": "run"}) == ["optim.lr: 0.1 -> 0.2"]
     assert refuse_changes({"batch_timeout": 1}, {"batch_timeout": 2}), "an option that only begins like a fixed one"
     precisions = [{"files": {}, "mixed precision": f"torch.{name}"} for name in ("bfloat16", "float16")]
     with pytest.raises(UserError, match=r"torch\.bfloat16 -> torch\.float16"):
@@ -234,8 +235,7 @@ def test_a_run_that_is_done_is_left_as_it_is(whole: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_killed_beside_a_save_no_validation_is_lost_or_recorded_twice(copy: Path, whole: Path) -> None:
     """Just before the save after the last validation, whose record is newer than the checkpoint."""
-    hook = when("unet3d.run.training_state.CheckpointManager.save_last", 2, kill)
-    assert resume(copy, hook=hook).code == KILLED and saved_step(copy) == 6
+    assert resume(copy, hook=when(SAVE_LAST, 2, kill)).code == KILLED and saved_step(copy) == 6
     assert steps_with(copy, "val/dice_mean") == [2, 4, 6]
     assert resume(copy).code == 0 and same(copy, whole)
     assert (copy / "scores.csv").read_bytes() == (whole / "scores.csv").read_bytes()
@@ -295,6 +295,7 @@ def test_where_no_checkpoint_can_be_taken_nothing_starts_over(change: dict | Non
     assert contents(copy) == before
 
 
+@promise("Resume", "a kill beside a ...")
 @promise(
     "Resume",
     "a run that was killed, or lost a data worker, before its first checkpoint, then the same command",
@@ -302,12 +303,13 @@ def test_where_no_checkpoint_can_be_taken_nothing_starts_over(change: dict | Non
 )
 @pytest.mark.slow
 def test_the_same_command_begins_or_goes_on(tmp_path: Path, whole: Path) -> None:
-    """With `resume=auto` also after a kill that leaves a checkpoint."""
+    """With `resume=auto` also after a kill that leaves a checkpoint: here one older than the last validation."""
     folder = tmp_path / "run"
     assert train(tmp_path, *RUN, hook=partial(at_step, 1)).code == KILLED
     assert not list(folder.glob("checkpoints/*")) and records(folder)
-    over = train(tmp_path, *RUN, "resume=auto", hook=partial(at_step, 5))
+    over = train(tmp_path, *RUN, "resume=auto", hook=when(SAVE_LAST, 3, kill))
     assert over.code == KILLED and str(folder) in over.err and over.err.count("\n") == 1, over.err
+    assert saved_step(folder) == 2 and steps_with(folder, "val/dice_mean") == [2, 4]
     done = train(tmp_path, *RUN, "resume=auto")
     assert done.code == 0 and same(folder, whole), done.err
 

@@ -76,7 +76,7 @@ TERMINATE = partial(send, signal.SIGTERM)
         # A validation is due after the step, and none has been after the last.
         (when(STEP, 2, partial(send, signal.SIGINT, to_group=True)), "SIGINT", 2, []),
         (when(EVALUATION, 3, partial(send, signal.SIGHUP, to_group=True)), "SIGHUP", 6, [2, 4]),
-        (when(SAVE, 3, TERMINATE), "SIGTERM", 2, [2]),
+        (when(SAVE, 3, partial(send, signal.SIGUSR1)), "SIGUSR1", 2, [2]),
     ],
     ids=["step", "last validation", "save after a validation"],
 )

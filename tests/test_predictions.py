@@ -52,6 +52,7 @@ from unet3d.run.validation import evaluate
 Capture = pytest.CaptureFixture[str]
 PICTURE = "figures/prediction_worst.png"
 SAVE = "unet3d.run.predict.Segmenter.save"
+READ = "unet3d.data.prepare.CaseReader.read_volume"
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -68,10 +69,9 @@ def _all(hooks: tuple[Hook, ...]) -> None:
         hook()
 
 
-def at_most(predictions: int) -> Hook:
-    """As many cases are predicted; one more ends the run."""
-    more = partial(fail, AssertionError("predicted again"))
-    return when("unet3d.training.inference.Predictor.strips", predictions + 1, more)
+def at_most(count: int, target: str = "unet3d.training.inference.Predictor.strips") -> Hook:
+    """As many cases are predicted, or read; one more ends the run."""
+    return when(target, count + 1, partial(fail, AssertionError("once more")))
 
 
 def die_drawing() -> None:
@@ -96,9 +96,9 @@ def die_drawing() -> None:
 def test_whatever_ends_a_run_at_its_end_all_is_made_of_what_is_missing_and_nothing_twice(
     copy: Path, whole: Path
 ) -> None:
-    """Two cases are held out. The run is ended four times after its last step."""
+    """Two of five cases are held out. The run is ended four times after its last step."""
     folder = copy / "predictions"
-    done = resume(copy, hook=both(at_most(2), when(SAVE, 2, kill)))
+    done = resume(copy, hook=both(at_most(2), at_most(5, READ), when(SAVE, 2, kill)))
     assert done.code == -signal.SIGKILL and len(maps(folder)) == 1, done.err
     assert saved_step(copy) == 6 and not (copy / PICTURE).exists()
     # The validation is repeated; no score is lost with a label map.
@@ -134,6 +134,8 @@ def test_a_run_that_goes_on_removes_what_its_earlier_end_left(whole: Path, tmp_p
 
 RESAMPLED = [*RUN[:-1], "data.spacing=[1.5,1.5,2]", "data.label_map={1:3,2:1,3:2}", "inference.mirror=true", "steps=2"]
 
+SPARSE = [*RUN, "data.sparse=[3,3,3]", "data.semi=true", "data.ignore=3", "data.cache=off", "eval_every=0", "steps=1"]
+
 
 @pytest.fixture(scope="module")
 def resampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -145,11 +147,14 @@ def resampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["whole", "resampled"])
+@pytest.mark.parametrize("run", ["whole", "resampled", "sparse"])
 def test_label_maps_are_those_that_predict_makes_of_the_last_checkpoint(
     run: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    folder = request.getfixturevalue(run)
+    """Of whole images, also where slices alone have labels."""
+    if run == "sparse":
+        assert train(tmp_path, *SPARSE).code == 0
+    folder = tmp_path / "run" if run == "sparse" else request.getfixturevalue(run)
     found = maps(folder / "predictions")
     images = [path for path in folder.parent.glob("data/phantom/*/imagesTr/*.nii.gz") if path.name in found]
     assert face("predict", folder / "checkpoints" / "last.pt", *images, "-o", tmp_path / "made") == 0

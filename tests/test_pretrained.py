@@ -14,7 +14,7 @@ import yaml
 from guards import nothing, without
 from promises import promise
 from ranked import train_ranks
-from training import RUN, TINY, resume, train
+from training import RUN, TINY, train
 
 from unet3d import build
 from unet3d.base import ranks
@@ -102,6 +102,13 @@ def test_heads_of_deep_supervision_are_found_by_their_size() -> None:
     given = ["model.deep_supervision=true", "model.features=[4,8,16,32]", "model.in_channels=1", "model.classes=3"]
     found = heads(compose.compose(given).model)
     assert [name.split(".")[0] for name in found] == ["up1", "up1", "up2", "up2", "outc", "outc"]
+
+
+def test_heads_of_another_type_are_new(net: Path, tmp_path: Path) -> None:
+    average = checkpoint.load_checkpoint(net)["average"]
+    whole = {name: average[name].to(torch.int64) for name in HEAD}
+    found = opened(net, changed(net, tmp_path / "whole.pt", average=average | whole), "data.label_map={1:[1,2]}")
+    assert found.head_rows == {} and found.new == HEAD
 
 
 def test_another_number_of_channels_has_a_new_first_layer(net: Path) -> None:
@@ -236,7 +243,8 @@ def test_the_ledger_of_frozen_tensors_is_predicted_to_the_byte_and_they_have_no_
 def test_a_run_records_its_start_and_goes_on_without_the_file(net: Path, tmp_path: Path) -> None:
     started = Path(shutil.copy(net, tmp_path / "net.pt"))
     given = [*words(started, f"data.root={net.parents[2] / 'data' / 'phantom'}"), "hydra.run.dir=run"]
-    ended = train(tmp_path, *given, "data.label_map={1:[1,2]}", "optim.init_lr=0", "steps=2")
+    given += ["data.label_map={1:[1,2]}", "optim.init_lr=0"]
+    ended = train(tmp_path, *given, "steps=2")
     assert ended.code == 0 and f"init={started}" in ended.out, ended.err
     folder = tmp_path / "run"
     state, before = checkpoint.load_checkpoint(folder / "checkpoints/last.pt"), checkpoint.load_checkpoint(net)
@@ -248,7 +256,7 @@ def test_a_run_records_its_start_and_goes_on_without_the_file(net: Path, tmp_pat
     with pytest.raises(UserError, match=r"^resume: .*\binit\b"):
         compose.resumed(folder, compose.compose_tree([f"resume={folder}", f"init={net}"]))
     started.unlink()
-    ended = resume(folder, "steps=4", "eval_every=0")
+    ended = train(tmp_path, *given, "resume=auto", "steps=4", "eval_every=0")
     assert ended.code == 0 and "init=" not in ended.out, ended.err
     state = checkpoint.load_checkpoint(folder / "checkpoints/last.pt")
     assert state["step"] == 4
