@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from torch.distributed import TCPStore
-from training import Ended, Hook, pixels_alone, start
+from training import Ended, Hook, start
 
 from unet3d.base import ranks
 
@@ -60,6 +60,3 @@ def _become(rank: int, count: int, port: int, hook: Hook | None) -> None:
     ranks.GRACE = 2.0
     if hook:
         hook()
-
-
-predict_without_pictures = pixels_alone

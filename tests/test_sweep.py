@@ -233,8 +233,8 @@ if sys.orig_argv[-1].endswith("sweep/0"):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.orig_argv[-1].endswith("sweep/1"):
     sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-    import ranked
-    ranked.predict_without_pictures()
+    import training
+    training.pixels_alone()
 """
 Swept = tuple[CompletedProcess[str], Path, list[list[str]]]
 
