@@ -25,7 +25,7 @@ MOST_POINTS = 12
 
 
 class Page(HTMLParser):
-    """A page's text, an element a line, of tables a row; an element that is not closed fails."""
+    """A page's text, an element a line, of tables a row; one that is not closed fails, and a picture not within."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -41,6 +41,7 @@ class Page(HTMLParser):
             self.open.append(tag)
         self.text += "" if tag in ("th", "td", "dd") else "\n"
         self.text += f"[{dict(attrs)['alt']}]" if tag == "img" else BEFORE.get(tag, "")
+        assert tag != "img" or str(dict(attrs)["src"]).startswith("data:image/png;base64,")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

@@ -60,8 +60,10 @@ def make(name: str, *words: str, **changed: Any) -> Path:
     if not changed.pop("predicts", False):
         error = changed.pop("error", 7)
         memory |= {"measured": entry(peak - error, changed.pop("kind", "ledger")), "error_bytes": error}
-        records = [{"step": step, "time/step_s": seconds * step} for step in range(1, changed.pop("steps", 3) + 1)]
-        records += [{"step": 2, "val/dice_mean": 0.25}, {"step": 3, "val/dice_mean": changed.pop("dice", None)}]
+        steps = changed.pop("steps", 3)
+        records = [{"step": step, "time/step_s": seconds * step} for step in range(1, steps + 1)]
+        validations = [{"step": 2, "val/dice_mean": 0.25}, {"step": 3, "val/dice_mean": changed.pop("dice", None)}]
+        records += [record for record in validations if record["step"] <= steps]
         files["metrics_jsonl"] = "".join(f"{json.dumps(record)}\n" for record in records)
         files["env_json"] = {"device": "cpu", "cpu": "AVX512", "torch": "2.13", "threads": 1} | changed
     return write_run(Path(name), words, **{"memory_json": memory} | files)

@@ -1,6 +1,7 @@
 """The report says what the files say, whatever of them is missing, and depends on nothing else."""
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -23,7 +25,7 @@ from run_folders import cells
 from training import face
 
 from unet3d.base.errors import UserError
-from unet3d.report import compared_runs, held_out, plots, report
+from unet3d.report import compare, compared_runs, held_out, plots, report
 from unet3d.report.held_out import score_title
 from unet3d.report.report import print_summary, what_ran
 from unet3d.run import run_folder
@@ -32,6 +34,9 @@ from unet3d.training.metrics import CaseScore, both_csv_text, csv_text
 
 RUNS = Path(__file__).parents[1] / "golden" / "runs"
 FILES = ("STATUS", "config.yaml", "env.json", "split.json", "metrics.jsonl", "scores.csv", "memory.json")
+# A text of the page that only this file of the finished run has.
+SHOWN = dict(zip(FILES, ("exit code 0", "seed: 7", "9.8.7", "a, b, c", "0.25 s", "0.533", "1,402,803"), strict=True))
+SHOWN["overrides.yaml"] = "amp=true hydra.run.dir=finished"
 NEVER = re.compile("(?!)")
 Capture = pytest.CaptureFixture[str]
 
@@ -65,7 +70,7 @@ def folder(place: None) -> Path:
 
 def written(folder: Path) -> Page:
     html = report.write_report(read_run(folder)).read_text(encoding="utf-8")
-    assert not re.search(r"https?:|<link|@import|url\(", html)
+    assert not re.search(r"https?:|<link|@import|url\(", html) and "prefers-color-scheme: dark" in html
     return Page(html)
 
 
@@ -87,6 +92,23 @@ def test_a_run_is_reported_on_its_page_and_on_the_terminal(
     parts = [str(page), capsys.readouterr().out, table.read_text() if table.exists() else ""]
     lines = [line.rstrip() for part in parts for line in ("=" * 80, *part.splitlines())]
     golden(f"report_{name}.txt", "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_missing_file_costs_what_it_holds_and_nothing_else(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    page = report.write_page(read_run(folder)).read_text()
+    assert [file for file, text in SHOWN.items() if text not in page] == [name]
+    print_summary(read_run(folder))
+
+
+def test_a_page_is_whole_or_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "report.html").write_text("as it was")
+    run = dataclasses.replace(read_run(folder), records=[])  # without metrics.csv, which is written first
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        report.write_page(run)
+    assert (folder / "report.html").read_text() == "as it was"
 
 
 # The Dice of validations at steps 2 and 4 | the last step | the title of the scores.
@@ -235,7 +257,7 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
 )
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data(), st.sampled_from([*FILES, "memory.json", "memory.json"]))
+@given(st.data(), st.sampled_from([*SHOWN, "memory.json", "memory.json"]))
 def test_a_file_that_is_damaged_anywhere_ends_no_report(folder: Path, data: st.DataObject, name: str) -> None:
     sound = (folder / name).read_bytes()
     (folder / name).write_bytes(data.draw(damaged(sound)))
@@ -244,7 +266,9 @@ def test_a_file_that_is_damaged_anywhere_ends_no_report(folder: Path, data: st.D
         assert "unet3d run finished" in report.write_page(run).read_text()
         report.draw_figures(run)
         print_summary(run)
-        assert [row.name for row in compared_runs.read_runs([folder])] == [folder.name]
+        rows = compared_runs.read_runs([folder])
+        compare.print_comparison(rows)
+        assert [row.name for row in rows] == [folder.name]
     finally:
         (folder / name).write_bytes(sound)
 
