@@ -25,7 +25,9 @@ from unet3d.memory import tables
 from unet3d.memory.any_network import Explanation
 from unet3d.memory.meter import COUNTED
 from unet3d.memory.simulate import simulate
+from unet3d.memory.technique import step_peak
 from unet3d.report import explained
+from unet3d.training import optim
 
 SHAPE = (1, 1, 16, 16, 16)
 TINY_SHAPE = (1, 1, 4, 4, 4)
@@ -73,9 +75,9 @@ class Replacing(nn.Conv3d):
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.layer, self.head = nn.LSTM(1, 4, batch_first=True), nn.Conv3d(4, 3, 1)
+        self.layer, self.head = kind(1, 4, batch_first=True), nn.Conv3d(4, 3, 1)
 
     def forward(self, image: Tensor) -> Tensor:
         y, _ = self.layer(image.flatten(2).transpose(1, 2))
@@ -111,6 +113,7 @@ WAYS = {
     "a view in place": (Sliced, {}),
     "axes from a range": (Own, {"loss": over_a_range}),
     "a buffer that is replaced": (Replacing, {"example": TINY_SHAPE}),
+    "a recurrent layer without a workspace": (lambda: Recurrent(nn.GRU), {"example": TINY_SHAPE}),
 }
 
 
@@ -135,6 +138,16 @@ def test_what_is_predicted_is_measured(make: Callable[[], nn.Module], words: dic
     assert sum(row["bytes"] for row in measured.layers) == sum(measured.categories.values()) == measured.peak_bytes
     if make is Own:
         assert measured.categories["params"] == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.slow
+def test_of_the_packages_own_network_it_measures_what_a_run_is_predicted_to_need() -> None:
+    config = compose.compose([*SMALL, "workers=0"])
+    config.model.in_channels, config.model.classes = 1, 3
+    model, label = build.model(config.model, 0), torch.zeros(1, 16, 16, 16, dtype=torch.int16)
+    made = partial(optim.optimizer, config.optim)
+    found = unet3d.memory.explain(model, SHAPE, build.loss(config, 3), lambda weights: made(model), label=label)
+    assert found.peak_bytes == step_peak(config, config.model).tensors
 
 
 @pytest.mark.slow
@@ -343,7 +356,7 @@ def test_a_prediction_that_has_to_guess_values_says_where(tmp_path: Path) -> Non
 )
 def test_an_lstm_whose_workspace_is_not_known_is_a_guess_that_says_so() -> None:
     with pytest.warns(UserWarning, match=r"LSTM.*workspace.*explain"):
-        found = unet3d.memory.predict(Recurrent(), TINY_SHAPE)
+        found = unet3d.memory.predict(Recurrent(nn.LSTM), TINY_SHAPE)
     assert found.guesses and "LSTM" in str(found) and "GUESS" in str(found)
 
 
@@ -361,6 +374,7 @@ READS = {
     "item": lambda x: x.sum().item(),
     "integer": lambda x: range(x.sum().long().item()),
     "draw": lambda x: random.random(),
+    "draw of NumPy": lambda x: np.random.rand(),
     "a range that was written to": lambda x: torch.arange(2, x.dim()).add_(1).tolist(),
 }
 

@@ -206,6 +206,12 @@ def test_a_figure_is_legible_and_shows(name: str, draw: Draw, golden: Callable[[
     golden(f"figures/{name}.txt", described(draw(*FIGURES[name])))
 
 
+def test_the_areas_of_a_step_end_at_the_bytes_alive_before_and_after_each_event(draw: Draw) -> None:
+    (axes,) = draw(memory_plots.timeline_plot, {"params": MIB // 2}, STEP).axes
+    outline = axes.collections[-1].get_paths()[0].vertices
+    assert [max(y for x, y in outline if x == event) for event in range(1, 7)] == [1.5, 5.5, 7.5, 7.5, 6.5, 6.5]
+
+
 def test_figures_are_written_as_png_on_white_paper_and_the_same_as_svg_always_alike(tmp_path: Path) -> None:
     found = []
     for _ in range(2):

@@ -1,5 +1,6 @@
 """A run's numbers survive what happens to it and to its loggers; what wandb records, and what it must not."""
 
+import errno
 import io
 import json
 import math
@@ -85,6 +86,16 @@ def test_a_record_has_its_values_its_step_and_strings_that_float_reads_for_what_
         {"step": 1, "train/loss": 0.1, "note": "é", "val/dice/left": None, "val/dice/right": 0.5},
         {"step": 2, "a": "nan", "b": "inf", "c": "-inf"},
     ]
+
+
+def test_a_record_that_a_broken_disk_does_not_take_ends_the_run(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A disk that is full may have room again; one that fails has not."""
+    logger = JsonLines(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(JsonLines, "_write", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        logger.scalars({"train/loss": 1.0}, 1)
+    monkeypatch.undo()
+    logger.close(1)
 
 
 @promise("Training", "SIGKILL while records are ...")
