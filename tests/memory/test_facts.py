@@ -22,12 +22,6 @@ def test_every_published_figure_is_reproduced(found: dict[str, float]) -> None:
     assert not [p for p in PUBLISHED if abs(found[p.figure] - p.value) > p.within]
 
 
-def test_the_smaller_network_needs_more(found: dict[str, float]) -> None:
-    assert found["forum_mid: parameters"] < found["forum_large: parameters"]
-    large, mid, narrow = (found[f"forum_{name}: peak of a float16 step, batch 2"] for name in ("large", "mid", "32"))
-    assert mid > large > narrow
-
-
 def test_the_table_shows_what_was_published_and_what_was_found(found: dict[str, float]) -> None:
     (row,) = [row for row in table(found).rows if row[0].startswith("forum_mid: output of the first convolution")]
     assert row[1:] == ["bytes", "319,488,000", "319,488,000", "0", "0"]

@@ -5,17 +5,10 @@ import torch
 from allocator import dispatch_modes
 from guards import without
 
-from unet3d import build
-from unet3d.base.types import Batch
 from unet3d.config import compose
-from unet3d.config.schema import Config
 from unet3d.memory.fake_tensors import fake_mode
 from unet3d.memory.ledger import Ledger
-from unet3d.memory.meter import MEASURED_STEPS, LedgerMeter
 from unet3d.memory.simulate import simulate
-from unet3d.recomputing.program import Technique
-from unet3d.training import optim
-from unet3d.training.step import train_step
 
 
 def test_a_known_number_stays_known_until_data_changes_it() -> None:
@@ -63,17 +56,6 @@ def test_transposed_convolutions_leave_the_storage_that_the_cpu_leaves(channels:
     with fake_mode("cuda"):
         storage_bytes, output_bytes = made()
     assert storage_bytes == output_bytes
-
-
-def measured(options: Config, technique: Technique) -> Ledger:
-    """Of the same steps on real tensors."""
-    model, policy = build.model(options.model, 0), build.policy(options, "cpu", technique)
-    optimizer, loss = optim.optimizer(options.optim, model), build.loss(options, 4)
-    meter, size = LedgerMeter(model, optimizer), (options.batch, *options.data.patch)
-    for _ in range(MEASURED_STEPS):
-        batch = Batch(torch.rand(options.batch, 1, *options.data.patch), torch.zeros(size, dtype=torch.int16))
-        train_step(model, loss, optimizer, policy.scaler(), policy, [batch], meter.mark)
-    return meter.ledger
 
 
 def test_a_simulation_that_fails_leaves_no_observer_on_and_random_numbers_as_they_were() -> None:

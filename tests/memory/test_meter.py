@@ -5,38 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unet3d.base.types import Batch
 from unet3d.memory.breakdown import by_phase
-from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, LedgerMeter, open_meter
+from unet3d.memory.meter import MEASURED_STEPS, CudaMeter, LedgerMeter
 from unet3d.model.unet import UNet3D
-from unet3d.training.losses import SegmentationLoss, ce
-from unet3d.training.policy import MemoryPolicy
-from unet3d.training.step import PHASES, train_step
+from unet3d.training.step import PHASES
 
 Network = Callable[..., UNet3D]
-
-
-def test_first_and_later_steps_differ_by_what_adam_keeps(network: Network) -> None:
-    model = network("model=unet_tiny")
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    meter = LedgerMeter(model, optimizer)
-    memory = MemoryPolicy()
-    batch = Batch(torch.randn(1, 1, 16, 16, 16), torch.zeros(1, 16, 16, 16, dtype=torch.int16))
-    for _ in range(MEASURED_STEPS + 2):
-        train_step(model, SegmentationLoss(ce), optimizer, memory.scaler(), memory, [batch], meter.mark)
-    summary = meter.summary()
-    states = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
-    assert tuple(summary["phases"]) == PHASES
-    for phase in ("forward", "loss", "backward"):
-        peaks = summary["phases"][phase]
-        assert peaks["steady"] - peaks["first"] == states, phase
-    assert summary["peak_bytes"] == max(max(p.values()) for p in summary["phases"].values())
-    assert sum(name == "end" for _, name in meter.ledger.marks) == MEASURED_STEPS, "later steps run unmeasured"
-
-
-def test_on_the_cpu_the_ledger_alone_measures(network: Network) -> None:
-    model = network("model=unet_tiny")
-    assert type(open_meter(model, torch.optim.Adam(model.parameters()))) is LedgerMeter
 
 
 def test_a_step_with_a_skipped_update_does_not_count_as_one_that_repeats(network: Network) -> None:
@@ -56,10 +30,6 @@ def test_accumulation_counts_as_one_step() -> None:
     found = by_phase(peaks)
     assert found["step"] == {"first": 3, "steady": 4}
     assert found["forward"] == {"first": 5, "steady": 5}
-
-
-def test_after_one_step_later_steps_are_taken_to_be_like_it() -> None:
-    assert by_phase((phase, i) for i, phase in enumerate(PHASES))["backward"] == {"first": 3, "steady": 3}
 
 
 @pytest.fixture
@@ -119,10 +89,9 @@ def test_the_cache_is_emptied_once_before_the_first_step_without_the_ledger(
     assert counters == ["reset"] * marks * MEASURED_STEPS + ["empty"] + ["reset"] * marks * 3
 
 
-@pytest.mark.parametrize("steps", [1, MEASURED_STEPS])
-def test_a_run_of_the_ledgers_steps_alone_says_so(steps: int, counters: list[str], network: Network) -> None:
-    found = measured(network("model=unet_tiny"), steps).summary()
+def test_a_run_of_the_ledgers_steps_alone_says_so(counters: list[str], network: Network) -> None:
+    found = measured(network("model=unet_tiny"), MEASURED_STEPS).summary()
     assert found["kind"] == "cuda allocated, observed steps"
-    assert found["phases"]["step"] == {"first": 1014, "steady": 1004 + 10 * steps}
-    assert found["peak_bytes"] == 1004 + 10 * steps and found["requested_bytes"] == 1003 + 10 * steps
+    assert found["phases"]["step"] == {"first": 1014, "steady": 1034}
+    assert (found["peak_bytes"], found["requested_bytes"]) == (1034, 1033)
     assert "empty" not in counters and found["retries"] == 3

@@ -19,10 +19,6 @@ REGIONS = ("model.regions=[[1,2,3],[2,3],[3]]", "model.regions_class_order=[1,2,
     [
         (),
         ("amp=true",),
-        MIRRORED,
-        ("inference.batch=3",),
-        ("inference.batch=2", *MIRRORED),
-        REGIONS,
         (*REGIONS, "amp=true", "inference.batch=2", *MIRRORED),
     ],
 )
@@ -39,9 +35,8 @@ def test_windows_are_predicted_to_the_byte(overrides: tuple[str, ...]) -> None:
     assert validation_peak(config, config.model, 1000) == most_held(ledger.events) + 1000
 
 
-@pytest.mark.parametrize("words", [("ckpt=2",), ("amp=true", "ckpt=3", *MIRRORED)])
-def test_the_windows_of_a_micro_batch_need_less_than_its_step(words: tuple[str, ...]) -> None:
-    config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", "batch=3", "device=cuda", *words])
+def test_the_windows_of_a_micro_batch_need_less_than_its_step() -> None:
+    config = compose.compose(["model=unet_tiny", "data.patch=[24,16,16]", "batch=3", "device=cuda", "ckpt=2"])
     config.model.in_channels, config.model.classes = 1, 3
     technique = choose_technique(config, config.model)
     meter = simulate(config, config.model, technique, steps=STEPS_FOR_PEAK)
