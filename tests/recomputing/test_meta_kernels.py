@@ -18,6 +18,8 @@ from unet3d.recomputing import fake_kernels
 from unet3d.recomputing.prepare import prepare
 from unet3d.recomputing.run import call_by_program
 
+aten = torch.ops.aten
+
 
 class Noted(TorchDispatchMode):
     """Carries out operations, and notes what they give, where the fast kernels are meant."""
@@ -87,3 +89,53 @@ def test_a_step_on_tensors_without_data_is_the_real_one(
             steps(*built)
     for expected, found in zip(real.seen, fake.seen, strict=True):
         assert found == expected
+
+
+def by_both(call: Callable[[], object]) -> list[Noted]:
+    """Return what a call gives by torch, and by meta kernels on tensors without data."""
+    notes = [Noted(lambda func, args, kwargs: func(*args, **kwargs)), Noted(fake_kernels.run)]
+    with notes[0]:
+        call()
+    with FakeTensorMode(), notes[1]:
+        call()
+    return notes
+
+
+# What steps above do not take, of maps x of a type and layout and y of float32.
+OTHERS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "repeat": lambda x, y: aten.repeat(x, [1, 2, 1, 1, 1]),
+    "new_empty": lambda x, y: aten.new_empty(x, [3, 2]),
+    "new_empty_strided": lambda x, y: aten.new_empty_strided(x, [2, 3], [1, 2]),
+    "zero_": lambda x, y: aten.zero_(x),
+    "empty_like": lambda x, y: aten.empty_like(x, dtype=torch.float16),
+    "_foreach_add": lambda x, y: aten._foreach_add([x, y], [x, y]),
+    "_foreach_add of two kinds": lambda x, y: aten._foreach_add([y, x], [x, y], alpha=2),
+    "_foreach_copy_": lambda x, y: aten._foreach_copy_([y, x], [x, y]),
+    "add of whole numbers": lambda x, y: aten.add(x.int(), x),
+    "leaky_relu": lambda x, y: aten.leaky_relu(x, 0.01),
+    "leaky_relu_backward": lambda x, y: aten.leaky_relu_backward(x, x, 0.01, False),
+    "cat of two kinds": lambda x, y: aten.cat([x, y], 1),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda y: y.clone(),
+    "rows": lambda y: torch.cat([y, y], 2)[:, :, 3:9],
+    "channels last": lambda y: y.to(memory_format=torch.channels_last_3d),
+    "half precision": lambda y: y.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations_give_what_torch_gives(name: str, layout: str) -> None:
+    def call() -> None:
+        y = torch.ones(2, 4, 6, 5, 3)
+        OTHERS[name](LAYOUTS[layout](y), y)
+
+    real, fake = by_both(call)
+    assert name.split()[0] in str(real.seen[-1][0])
+    assert fake.seen == real.seen
+
+
+def test_a_known_number_stays_known() -> None:
+    with FakeTensorMode(), Noted(fake_kernels.run):
+        assert (torch.tensor(3) * torch.tensor(2)).item() == 6

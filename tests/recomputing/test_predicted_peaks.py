@@ -83,10 +83,17 @@ def check_step(recomputed: Recomputed, image: Tensor, label: Tensor) -> None:
     assert measured <= prediction.peak_bytes + loss_bytes(label) + CLOSE
 
 
+def branches() -> nn.Module:
+    """Return a network in which two convolutions have the same weights."""
+    network = Branches(8)
+    network.second.weight = network.first.weight
+    return network
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "chain": chain,
     **{name: partial(monai_network, name) for name in ("DynUNet", "DynUNet, residual", "UNet", "SegResNet")},
-    "branches": lambda: Branches(8),
+    "branches": branches,
     "attention with dropout": lambda: windows(16, dropout=0.1),
 }
 

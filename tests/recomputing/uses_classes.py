@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import pickle
 from collections.abc import Iterator
 from types import MethodType
@@ -178,6 +179,13 @@ class Picklable(Light):
         return self.head(self.encode(x) * self.gain)
 
 
+def saved_and_loaded(network: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(network, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def used_tools(w: World, net: Any) -> tuple[Any, ...]:
     """Return what methods of a class return."""
     layers = [type(layer).__name__ for layer in net]
@@ -320,6 +328,7 @@ METHODS = {
     "a deep copy": (lambda: gained(gain=1.0), changed_copy(copy.deepcopy)),
     "a shallow copy": (lambda: gained(gain=1.0), changed_copy(copy.copy)),
     "a pickle": (lambda: made(Picklable), changed_copy(lambda net: pickle.loads(pickle.dumps(net)))),
+    "saved whole": (lambda: made(Picklable), changed_copy(saved_and_loaded)),
     "states between networks": (with_buffers, states_between),
     "a state that does not fit": (
         light,

@@ -123,6 +123,12 @@ MAPS = {
     "a list that is empty again": (lambda self, x: [self.all.append(x), self.all.pop() * 2][1], lambda: {"all": []}),
     "a setting that is set to what it is": (lambda self, x: setattr(self, "gain", 2.0), lambda: {"gain": 2.0}),
     "a buffer that is assigned": (averaged, with_mean, "refused: changes mean,"),
+    "a buffer in place by maps": (lambda self, x: x - self.mean.add_(x.detach().mean()), with_mean, "refused: mean"),
+    "a tensor that counts": (
+        lambda self, x: self.sum.add_(1) is None,
+        lambda: {"sum": torch.zeros(1)},
+        "refused: changes sum,",
+    ),
     "a buffer that counts": (lambda self, x: x * self.mean.add_(1), with_mean),
     "a parameter that forward changes": (lambda self, x: self.head.bias.data.mul_(0.9) is None, "refused: bias"),
     "a parameter that forward clips": (
@@ -170,6 +176,7 @@ MAPS = {
     "a distance to what has no gradient": lambda self, x: x * F.mse_loss(x, alone(self.block)(x)),
     "the same map without a gradient": lambda self, x: x * alone(F.dropout)(x, 0.0).contiguous(),
     "detach of a part": lambda self, x: x - x.detach().mean(),
+    "data": lambda self, x: x + F.conv3d(x.data, self.block.conv.weight.data, padding=1),
     "data in place": (lambda self, x: [x.data.clamp_(max=0.5), x][1], "refused: shares memory"),
     "numbers written into zeros": (filled, "refused: writes numbers of a map.*uses_forward"),
     "a map as a place for another": (
@@ -217,6 +224,14 @@ def with_norm(norm: Act) -> Any:
 FORWARDS = {
     "a function on weights": (lambda self, x: F.conv3d(x, Reverse.apply(self.first.weight))[:, :2], "refused: Reverse"),
     "the image in place": (lambda self, x: self.head(self.encode(x.mul_(2))), "refused: image|in place|leaf"),
+    "an attribute of the image": (
+        lambda self, x: [setattr(x, "spacing", 2.0), self.head(self.encode(x))][1],
+        "refused: sets spacing of the image",
+    ),
+    "an attribute of logits": (
+        lambda self, x: [y := self.head(self.encode(x)), setattr(y, "spacing", 2.0)][0],
+        "refused: sets spacing of the image or of an output",
+    ),
     "the image's copy in place": lambda self, x: self.head(self.encode(x.clone().mul_(2))),
     "a view of the image in place": (
         lambda self, x: self.head(self.encode(x.view_as(x).clamp_(-1, 1))),

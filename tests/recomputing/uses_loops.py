@@ -103,6 +103,7 @@ def penalised(net: Any, x: Tensor, out: Tensor) -> None:
 
 IN_PLACE = {
     "clamp": lambda output: output.clamp_(min=0.1),
+    "a view": lambda output: output.flatten(2)[:, :1].mul_(2),
     "a view of the detached output": lambda output: output.detach().flatten(2)[:, :1].mul_(2),
 }
 
@@ -157,6 +158,7 @@ LOSSES = {
     "a loss that is not a number": (Light, of_loss(lambda out: (out * float("nan")).sum())),
     "the image changed before backward": (Light, doubled("image"), back, MODIFIED),
     "a weight changed before backward": (Light, doubled("block.conv.weight"), back, MODIFIED),
+    "a bias changed before backward": (Light, doubled("head.bias"), back, "refused: modified"),
 }
 
 # 2. Images and other arguments
@@ -177,6 +179,7 @@ def of_image(w: World, make: Make) -> None:
 IMAGES = {
     "an image without gradients": image,
     "a batch of another size": lambda: image(2, 1, 5, 8, 6),
+    "a slice of an image": lambda: image(1, 1, 18, 12, 5)[:, :, ::2, 3:9],
     "an image of a class of its own": lambda: image().as_subclass(Image),
     "an image with nothing in it": lambda: image(0, 1, 9, 6, 5),
     "an image of another type": (lambda: image().float(), "refused: float|type|dtype"),
@@ -201,6 +204,7 @@ def called(w: World, call: Act) -> None:
 
 ARGUMENTS = {
     "a default argument of forward": lambda net: net(image()),
+    "an image by name": lambda net: net(x=image()),
     "two images": (lambda net: net(image(), image()), "refused: was given Tensor, Tensor; .* one image"),
     "a flag by name": (lambda net: net(image(), is_deep=True), "refused: was given Tensor, is_deep=bool; .* one image"),
     "a wrong name": (lambda net: net(img=image()), "refused: missing a required argument: 'x'; .* one image"),
@@ -371,6 +375,10 @@ AROUND = {
     "a checkpoint around it": (light, checkpointed(False), SAVED),
     "a reentrant checkpoint around it": (light, checkpointed(True)),
     "gradients enabled within": (light, torch.no_grad()(within(torch.enable_grad))),
+    "autocast around the loss": (
+        light,
+        lambda w, net: torch.autocast("cpu", torch.bfloat16)(back)(net, image(), w.forward(net)),
+    ),
     "threads": (unbiased, in_threads),
 }
 PLANS = {

@@ -300,6 +300,7 @@ CHANGED = {
         put("norm", track_running_stats=False),
     ),
     "a norm in evaluation": (made, lambda w, net: net.norm.eval()),
+    "a norm of cumulative statistics, in evaluation": (made, lambda w, net: put(momentum=None)(w, net.norm.eval())),
     "a norm of cumulative statistics": (
         made,
         put("norm", momentum=None),
