@@ -147,11 +147,19 @@ def full_between(folder: Path, after: int, until: int) -> None:
 
 
 @promise("Disk and limits", "it is full during training", "training continues with a warning; no record is lost")
+@promise("Disk and limits", "a disk with less ...")
 @pytest.mark.slow
-def test_a_disk_full_to_the_last_byte_costs_no_record(small_disk: Path, tmp_path: Path) -> None:
-    words = (*TINY, "steps=40", "eval_every=20", f"hydra.run.dir={small_disk / 'run'}")
-    done = train(tmp_path / "run", *words, hook=partial(full_between, small_disk, 3, 39))
-    assert done.code == 0, done.err
+@pytest.mark.parametrize(("until", "code"), [(39, 0), (99, 2)])
+def test_a_disk_full_to_the_last_byte_costs_no_record(until: int, code: int, small_disk: Path, tmp_path: Path) -> None:
+    words = (*TINY, "steps=40", "eval_every=20", f"hydra.run.dir={small_disk / 'run'}", "resume=auto")
+    done = train(tmp_path / "run", *words, hook=partial(full_between, small_disk, 3, until))
+    assert done.code == code and not [*small_disk.rglob("*.tmp")], done.err
+    if code:
+        assert status(small_disk / "run").startswith("error: ")
+        (small_disk / "filler").unlink()
+        again = train(tmp_path / "run", *words)
+        assert again.code == 0, again.err
+        return
     for name in ("metrics.jsonl", LAST, "scores.csv"):  # the last two before the first validation, and after it
         assert done.err.count(f"/{name}: ") == 1, done.err
     steps = [record["step"] for record in records(small_disk / "run") if "train/loss" in record]
