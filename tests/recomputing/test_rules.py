@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from between import CHANNELS, SHAPES, Operation, check, serves, whole_groups
 from equality import assert_equal
+from promises import promise
 from torch import Tensor, nn
 
 from unet3d.base.errors import UserError
@@ -106,6 +107,11 @@ WITH_RULE: dict[str, Operation] = {
     "prelu": nn.PReLU(),
     "prelu of channels": nn.PReLU(CHANNELS),
     "activations": nn.Sequential(nn.ELU(), nn.SELU(), nn.GELU("tanh"), nn.SiLU(), nn.Mish(), nn.Hardtanh(), nn.Tanh()),
+    "bent activations": nn.Sequential(
+        nn.CELU(), nn.GELU(), nn.Hardswish(), nn.Softplus(), nn.LogSigmoid(), nn.Softsign()
+    ),
+    "hard activations": nn.Sequential(nn.ReLU6(), nn.Hardsigmoid()),
+    "numbers of each voxel": lambda x: (-x.square()).exp() * x.abs(),
     "in place": nn.Sequential(nn.InstanceNorm3d(4), nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.Dropout3d(0.1)),
     "softmax": nn.Sequential(nn.Softmax(1), nn.LogSoftmax(4)),
     "dropout": nn.Dropout(0.5),
@@ -225,6 +231,11 @@ OTHERS: dict[str, Operation] = {
 }
 
 
+@promise(
+    "What is seen, what is refused, what runs plain",
+    "dropout, drop path, noise as of `randn_like`",
+    "drawn once a pass, in plain's order: equal seeds give equal numbers",
+)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations_are_plain(name: str) -> None:
     """Random numbers are drawn once, in the network's order, and as torch draws them for tensors of this layout."""

@@ -103,11 +103,6 @@ def test_classes(name: str) -> None:
 )
 @promise(
     "What is seen, what is refused, what runs plain",
-    "dropout, drop path, noise as of `randn_like`",
-    "drawn once a pass, in plain's order: equal seeds give equal numbers",
-)
-@promise(
-    "What is seen, what is refused, what runs plain",
     "an autograd function with a backward of its own in `forward`",
     "refused, with its class",
 )

@@ -292,6 +292,15 @@ def mixed(w: World, dtype: torch.dtype, make: Make) -> None:
         net.zero_grad()
 
 
+def autocast_around_loss(w: World) -> None:
+    """Go back within autocast from a pass in float32."""
+    net = w.wrap(unbiased().float())
+    outputs = net(image().float())
+    with torch.autocast("cpu", torch.bfloat16):
+        total(outputs).backward()
+    w.note_state(net)
+
+
 def exactly(self: Any, x: Tensor) -> Tensor:
     """Return logits of maps beside a large number, where half precision would lose all."""
     maps = self.first(x)
@@ -375,10 +384,6 @@ AROUND = {
     "a checkpoint around it": (light, checkpointed(False), SAVED),
     "a reentrant checkpoint around it": (light, checkpointed(True)),
     "gradients enabled within": (light, torch.no_grad()(within(torch.enable_grad))),
-    "autocast around the loss": (
-        light,
-        lambda w, net: torch.autocast("cpu", torch.bfloat16)(back)(net, image(), w.forward(net)),
-    ),
     "threads": (unbiased, in_threads),
 }
 PLANS = {
@@ -393,6 +398,7 @@ RUNS = {
     "a teacher, an averaged model and an update of batch norm": taught,
     "a scaled loss and clipped gradients": optimised,
     "autocast": lambda w: mixed(w, torch.bfloat16, unbiased),
+    "autocast around the loss": autocast_around_loss,
     "a part without autocast": lambda w: mixed(w, torch.float16, lambda: own(exactly, Net)),
 }
 BEFORE_BACKWARD = {
