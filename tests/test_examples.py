@@ -80,6 +80,14 @@ def test_losses_are_those_without_recompute_and_the_peak_is_smaller(name: str, d
     assert lean_peak < 0.75 * plain_peak
 
 
+def test_the_loop_trains_over_two_ranks(data: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(EXAMPLES / "monai_loop.py"), "--data", str(data), *WORDS["monai_loop"], "--plan", "none"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.count("mean Dice of 2 cases") == 1, done.stderr
+
+
 def test_nnunets_trainer(data: Path, tmp_path: Path) -> None:
     """By the script that measures both; the checkpoint loads in nnU-Net's own trainer and predicts."""
     pytest.importorskip("nnunetv2", reason="needs nnunetv2, of the extra bench")
