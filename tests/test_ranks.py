@@ -103,6 +103,19 @@ def test_two_ranks_with_one_patch_each_are_one_with_two(tmp_path: Path, way: tup
     assert both[1].out == "" == both[1].err
 
 
+@pytest.mark.slow
+def test_adamw_steps_by_the_sign_of_rounding_where_a_gradient_is_next_to_nothing(tmp_path: Path) -> None:
+    """A bias before a norm, whose gradient is 0 in exact arithmetic, moves by at most its rate in a step."""
+    words = [*PAIRED, "optim=adamw", "optim.lr=0.001", "optim.schedule=constant", "steps=3", "eval_every=0"]
+    assert train_alone(tmp_path, *words) == 0
+    train_ranks(tmp_path, *words)
+    one, two = weights(tmp_path / "alone"), weights(tmp_path / "run")
+    apart = {name: (one[name] - two[name]).abs().max().item() for name in one}
+    assert max(apart.values()) < 2 * 3 * 0.001  # twice the rate a step
+    assert max(apart[name] for name in apart if not name.endswith("conv.bias")) < 0.001
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
+
+
 @promise("Ranks", "another number of ranks ...")
 @pytest.mark.slow
 def test_a_run_of_one_process_goes_on_over_two_ranks(tmp_path: Path) -> None:
@@ -131,8 +144,13 @@ def test_a_run_goes_on_with_as_many_ranks_to_the_bit(tmp_path: Path) -> None:
 
 
 def signalled_again() -> None:
-    """In step 2, as its last line says how to go on, and as Python ends."""
+    """In step 2, and as it ends."""
     at_step(2, signal.SIGTERM)
+    signalled_as_it_ends()
+
+
+def signalled_as_it_ends() -> None:
+    """As its last line says how to go on, and as Python ends."""
     when("unet3d.cli.lifecycle.how_to_go_on", 1, TERMINATE)()
     signalled_at_exit()
 
@@ -145,7 +163,7 @@ def signalled_at_exit() -> None:
 @pytest.mark.slow
 def test_what_is_predicted_is_what_each_rank_holds(tmp_path: Path) -> None:
     hooks = dict.fromkeys(range(2), pixels_alone)
-    done = train_ranks(tmp_path, *SGD, *PLAIN, "ckpt=2", "eval_every=0", hooks=hooks, frills=True)[0]
+    done = train_ranks(tmp_path, *SGD, *PLAIN, "recompute=lean", "eval_every=0", hooks=hooks, frills=True)[0]
     assert done.code == 0, done.err
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     peak = memory["predicted"]["peak_bytes"]
@@ -360,11 +378,13 @@ def one_of_two() -> None:
     ranks.SIZE = 2
 
 
+@promise("Ranks", "SIGTERM from torchrun to ...")
 @pytest.mark.slow
 def test_a_budget_is_of_each_rank_and_what_would_need_less_is_of_all(tmp_path: Path) -> None:
     """Smaller batches would change nothing else; one for both ranks is none."""
     words = [*PAIRED, "batch=4", "amp=true", "loss=dice", "loss.batch_dice=false", "dry_run=true", "budget=0.8MiB"]
-    done = train_ranks(tmp_path, *words, frills=True)
+    hooks = {0: signalled_as_it_ends, 1: signalled_at_exit}
+    done = train_ranks(tmp_path, *words, hooks=hooks, frills=True)
     assert [rank.code for rank in done] == [2, 2] and "Traceback" not in done[0].err, done[0].err
     assert "budget=0.8MiB" in status(tmp_path / "run")
     assert "batch=2 accumulate=2" in done[0].err and "batch=1" not in done[0].err
