@@ -134,7 +134,7 @@ def test_an_example_outside_of_autocast_costs_a_second_search(
         (light, {"held": 1.5}, "held"),
         (light, {"example": image(0, 1, 9, 6, 5)}, "is empty"),
     ),
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_what_is_no_plain_network_or_no_size_is_refused(given: Any, options: dict[str, Any], words: str) -> None:
     with warnings.catch_warnings():
