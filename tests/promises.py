@@ -1,8 +1,9 @@
-"""Promises of the pages, marked on the tests that show them: python tests/promises.py [--write]
+"""Promises of the pages, marked on the tests that show them: python tests/promises.py [--write | WORDS]
 
 `@promise("Resume", "the fault", "what happens")` on a test is a row under "Resume" in docs/faults.md. Other tests of
 that row name its section and first words, `@promise("Resume", "the ...")`. `--write` puts the rows into the pages, in
-the order that they have there, new ones last; without it, the pages that differ are printed.
+the order that they have there, new ones last; without it, the pages that differ are printed. WORDS: the rows that have
+them, each with its tests.
 """
 
 import ast
@@ -92,13 +93,20 @@ def outdated() -> list[str]:
 
 
 def main() -> int:
-    """Compare or write. Returns 1 if a page is not up to date."""
-    pages, is_written = outdated(), sys.argv[1:] == ["--write"]
+    """Compare, write, or search. Returns 1 if a page is not up to date."""
+    words = " ".join(sys.argv[1:])
+    promised = rows()
+    if words and words != "--write":
+        for (section, line), tests in promised.items():
+            if words.lower() in line.lower():
+                print(f"{section}: {line}", *tests, sep="\n    ")
+        return 0
+    pages = outdated()
+    for page in pages if words else ():
+        (ROOT / page).write_text(rewritten((ROOT / page).read_text(), promised))
     for page in pages:
-        if is_written:
-            (ROOT / page).write_text(rewritten((ROOT / page).read_text(), rows()))
-        print(f"{page}: {'written' if is_written else 'differs'}")
-    return 1 if pages and not is_written else 0
+        print(f"{page}: {'written' if words else 'differs'}")
+    return 1 if pages and not words else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Run folders as a run of some words leaves them, and tables of cases as text."""
+"""Run folders as a run of some words leaves them."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,3 @@ def config(words: Sequence[str]) -> str:
                 part = part[group]
             part[last] = yaml.safe_load(value)  # type: ignore[index]
     return yaml.safe_dump(values)
-
-
-def cells(table: str) -> list[list[str]]:
-    """Return the rows of a table of text, whose cells are divided by ` | `."""
-    return [[cell.strip() for cell in re.split(r" \|(?= )", f"{line} ")] for line in table.strip().splitlines()]

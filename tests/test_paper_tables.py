@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from run_folders import cells, write_run
+from run_folders import write_run
+from tables import cells
 from training import ROOT, TINY, train
 
 from unet3d.config import compose

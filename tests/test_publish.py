@@ -13,7 +13,7 @@ import torch
 import yaml
 from guards import no, without
 from promises import promise
-from run_folders import cells
+from tables import cells
 from training import TINY, face, numbers, train
 
 import unet3d

@@ -134,7 +134,7 @@ def train(place: Path, *arguments: str, **options: Any) -> Ended:
 
 
 def resume(run: Path, *options: str, hook: Hook | None = None) -> Ended:
-    """The run in this folder goes on, from the folder beside."""
+    """Resume the run in this folder, from the folder above."""
     return train(run.parent, f"resume={run.name}", *options, hook=hook)
 
 

@@ -100,7 +100,7 @@ def model_config_from_headers(config: Config) -> Model:
     has_channels = model_config.in_channels is not None and model_config.classes is not None
     data = config.data
     may_have_regions = data.regions is not None or (data.format == "nnunet" and data.root is not None)
-    # Only the data set can say whether there are regions.
+    # Without regions here, the data set may have some, and only it can say so.
     has_outputs = model_config.regions is not None or not may_have_regions
     if has_channels and has_outputs and "auto" not in (model_config.kernels, model_config.strides):
         return model_config

@@ -137,12 +137,6 @@ def refusal(data: Data) -> str:
     return text
 
 
-def table(text: str, columns: int = 1) -> list[Any]:
-    """Return the parameters of a table, a case a line: the cells of the first columns, then a list of all others."""
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.strip("\n").splitlines()]
-    return [pytest.param(*row[:columns], row[columns:], id=" ".join(row[:columns])) for row in rows]
-
-
 def rewrite(root: Path, **changes: Any) -> None:
     """Change fields of dataset.json; None removes one."""
     path = root / "dataset.json"

@@ -23,11 +23,11 @@ from nifti_files import (
     nnunet,
     refusal,
     rewrite,
-    table,
     told,
     write,
 )
 from promises import promise
+from tables import table
 from training import ROOT, face
 
 from unet3d import build

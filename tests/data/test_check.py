@@ -32,12 +32,12 @@ from nifti_files import (
     label,
     nnunet,
     rewrite,
-    table,
     told,
     write,
     write_header,
 )
 from promises import promise
+from tables import table
 from training import PLAIN, TINY, face, train
 
 from unet3d.base.errors import UserError

@@ -7,8 +7,9 @@ import pytest
 from guards import without
 from hypothesis import given
 from hypothesis import strategies as st
-from nifti_files import decathlon, table, told
+from nifti_files import decathlon, told
 from promises import promise
+from tables import table
 
 from unet3d.base.errors import UserError
 from unet3d.config import compose
@@ -134,7 +135,7 @@ WRONG = """
 
 @promise("Data", "a training image among ...")
 @promise("Data", "dataset.json with thousands of ...")
-@pytest.mark.parametrize(("content", "wanted"), table(WRONG))
+@pytest.mark.parametrize(("content", "wanted"), table(WRONG, 1))
 def test_a_split_file_that_cannot_be_followed_is_refused(tmp_path: Path, content: str, wanted: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parts(listed(tmp_path, json.loads(content.replace("LONG", "x" * 10**6))))

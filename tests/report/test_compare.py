@@ -10,7 +10,8 @@ import pytest
 import yaml
 from promises import promise
 from rendered import Page
-from run_folders import cells, write_run
+from run_folders import write_run
+from tables import cells
 
 from unet3d.base.errors import UserError
 from unet3d.config import compose

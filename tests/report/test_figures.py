@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 from rendered import described, drawing
-from run_folders import cells
+from tables import cells
 
 from unet3d.base.types import MIB
 from unet3d.memory.breakdown import TimelineRow

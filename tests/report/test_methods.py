@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from run_folders import cells
+from tables import cells
 
 from unet3d.config import compose
 from unet3d.config.schema import FACTS, Config, Model

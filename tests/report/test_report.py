@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from promises import promise
 from rendered import Page
-from run_folders import cells
+from tables import cells
 from training import face
 
 from unet3d.base.errors import UserError

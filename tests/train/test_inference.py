@@ -231,8 +231,8 @@ SEVERAL = {
 @promise(
     "Prediction",
     "several windows in one pass, sums on a device",
-    "probabilities are equal wherever sums are, on the CPU bit-identical; labels of single windows; one "
-    "copy per strip to the host; a network that would mix windows sees one at a time; fewer on a smaller "
+    "probabilities are equal wherever sums are, on the CPU bit-identical; labels of single windows but for rounding; "
+    "one copy per strip to the host; a network that would mix windows sees one at a time; fewer on a smaller "
     "GPU",
 )
 @pytest.mark.parametrize("name", SEVERAL)

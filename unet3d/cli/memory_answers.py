@@ -170,9 +170,10 @@ def _sections(
     yield "At the peak, the largest groups of tensors", _groups(subject)
     if without:
         yield "Peak without each option (predicted)", tables.single_techniques(without, peak)
-    further = _further(subject) if subject.dtype is torch.float32 else None
-    if further is not None and further.rows:
-        yield "Peak with each further option alone (predicted)", further
+    if subject.dtype is torch.float32:
+        further = _further(subject)
+        if further.rows:
+            yield "Peak with each further option alone (predicted)", further
     if subject.technique.program is not None:
         yield "Less memory for more work (recompute=auto with a budget, predicted)", _schedules(subject)
     yield "What parameters cost", tables.state(entry, subject.parameters)

@@ -258,7 +258,7 @@ def job_of_sweep(tree: DictConfig) -> None:
     overrides = list(asked.overrides.task)
     searched = [word for word in asked.overrides.hydra if word.startswith(compose.SEARCH_PATH)]
     print(f"job {asked.job.num}: {escaped(' '.join(overrides))}", flush=True)
-    if tree.dry_run:  # Fake tensors leave nothing behind, and torch loads once for all jobs.
+    if tree.dry_run:  # It stays in this process: fake tensors leave nothing behind.
         whole = tree.copy()
         with open_dict(whole):
             whole.hydra = asked

@@ -47,7 +47,7 @@ from unet3d.model import geometry
 MIN_PATCH_FILL = 0.5  # smallest share of a patch that volumes must fill
 MAX_LINES_OF_CASE = 10  # about the files of one case
 DIGEST = hashlib.blake2b().digest_size  # bytes of the digest of an image
-CASES_SAMPLED = 200  # about 200 headers are read where only their sizes are of use
+CASES_SAMPLED = 200  # Headers that are read, about, where only their sizes are of use.
 
 
 class CaseHeader(NamedTuple):

@@ -287,7 +287,7 @@ def read_image(file: OpenFile, replaces_nonfinite: bool) -> tuple[np.ndarray, in
     if nonfinite and not replaces_nonfinite:
         what = f"{nonfinite} voxels are NaN or infinite; give them a value, e.g. the background's"
         raise problem(file.case_id, file.path, what)
-    # Otherwise nothing was rounded.
+    # Nothing is rounded where float32 holds the stored type, or no voxel is finite.
     if nonfinite < array.size and not np.can_cast(stored.dtype, np.float32):
         finite = stored[is_finite] if nonfinite else stored
         low, high = finite.min().item(), finite.max().item()

@@ -33,7 +33,7 @@ from unet3d.data.volume import Grid, ImageFiles, LabelValues, Volume, read_volum
 
 IMAGE_BYTES = 4  # A voxel of one channel is float32.
 LABEL_BYTES = 2  # A voxel of a label map is int16.
-MEASURED_CASES = 20  # So many images are measured, where memory does not hold all.
+MEASURED_CASES = 20  # Images that are measured where memory does not hold all.
 T = TypeVar("T")
 Slices = list[list[int]]  # indices along each axis
 Read = Callable[[Case], PreparedCase]
@@ -108,7 +108,7 @@ class CaseReader:
     def _prepare(self, case: Case) -> PreparedCase:
         volume = self.read_volume(case)
         assert volume.label is not None, case.id
-        if self.intensity:  # Rules that follow from these voxels are applied later.
+        if self.intensity:  # Without rules yet: they may follow from these voxels.
             normalise(volume.image, self.intensity)
         return prepare(case.id, volume.image, volume.label, volume.grid.spacing, self.dataset.ignore)
 

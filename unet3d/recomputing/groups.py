@@ -21,7 +21,7 @@ from unet3d.recomputing.rules import Rule, Span
 from unet3d.recomputing.rules.pointwise import POINTWISE
 
 SUMS = ("add", "sub")
-SMALL = 8  # A group is cut at a map of which a segment on either side has eight times the bytes.
+SMALL = 8  # A group is cut at a map of which a segment on either side has this many times the bytes.
 # How a dimension of a result is found in the arguments of operations.
 MATCHED = {*POINTWISE.split(), "add", "dropout", "leaky_relu", "relu", "sub", "to"}
 SIZED = ("view", "reshape", "_unsafe_view")  # Their second argument is the size of the result.

@@ -127,11 +127,11 @@ def _inplace_workspace(program: Program, map_: Map, over: frozenset[int], dtype:
 TILES = 24  # Tiles of the largest value on the CPU.
 FEWEST_TILES = 12  # the same where tiles are small, and calls take longer than what they compute
 SMALL_TILE = 2**18  # numbers
-# In half precision, copies and calls take longer than in float32 against convolutions, and a tile half of the bytes.
+# In half precision, copies and calls weigh more against convolutions than in float32; a tile takes half of the bytes.
 LEAN_TILES_IN_HALF = 8
 LEAN_FEWEST_IN_HALF = 4
 CUDA_TILES = 3  # On a GPU a step of more tiles waits for its launches.
-CUDA_MOST_TILES = 12  # Tiles so large that launches do not show may be more: workspaces of cuDNN get smaller.
+CUDA_MOST_TILES = 12  # Tiles that are so large that launches do not show: more of them keep cuDNN's workspaces small.
 CUDA_LARGE_TILE = 43 * 2**20  # numbers
 CUDA_TILE = 2**22  # numbers of a tile there, at least
 

@@ -27,7 +27,7 @@ from unet3d.recomputing.search import EMPTY, Schedule, compile_schedule
 
 MOST = 2  # times the rows asked for: tiles are as much larger, so that torch convolves them by oneDNN
 PLANS = ("lean", "tiles", "auto")  # little work, little memory, what a budget allows
-WORTH_FOR_LEAN = 1.3  # 1 % of a forward pass less is as good as 1.3 % of memory less
+WORTH_FOR_LEAN = 1.3  # Percent of memory that 1 % of a forward pass is worth.
 WORTH_FOR_TILES = 0.1
 FEW = 50  # times fewer numbers than the largest value has: so small is an excitation beside the map that it scales
 
@@ -88,7 +88,7 @@ def tile_spans(map_: Map, axis: int, numbers: int, on_cpu: bool) -> list[Span]:
     else:
         weighted = [value for value in map_.fused if value.op not in DROPOUTS]
         weights = [weight.shape.numel() for value in weighted for weight in value.weights()]
-        if largest <= max(weights, default=0):  # Each tile but the first lies beside a weight's gradient.
+        if largest <= max(weights, default=0):  # A second gradient of a weight would lie with each tile but the first.
             numbers = largest
         rows = max(1, round(numbers * length / largest))
         count = math.ceil(length / rows)

@@ -24,7 +24,7 @@ from unet3d.training.metrics import mean_of
 
 RUN_FILES = ("STATUS", "config.yaml", "memory.json", "overrides.yaml")  # a run folder has at least one of them
 FOLD = "data.fold"
-MOST_NAMES = 6  # Up to six runs with one value are named: more are counted.
+MOST_NAMES = 6  # Runs with one value are named up to this number, then counted.
 SAME_MACHINE = ("device", "gpu", "cpu", "torch", "threads")  # Keys of env.json.
 MEAN = ""  # among the classes: the mean of all
 NO_SCORE = Score((), {}, None, None, None, None)

@@ -48,7 +48,7 @@ PRIVATE = {  # wandb.Settings of a private run
     "x_disable_machine_info": True,
     "x_disable_stats": True,
 }
-PLAIN_LINES = 20  # About 20 lines of a run appear on the terminal.
+PLAIN_LINES = 20  # Lines of a run on the terminal, about.
 FAILURES = (Exception, SystemExit)  # No failure of a logger ends a run; one that exits does not set the exit code.
 
 

@@ -39,7 +39,7 @@ OF_ALL_MODULES = vars(nn.Module()).keys() - {"training"}  # the mode counts as a
 COLLECTIONS = (list, tuple, set, frozenset, deque)
 VALUES = (int, float, str, bytes)  # compared by value, others by identity
 PASSES = 2  # The first passes of a network are compared.
-NUMBERS = 256  # At most 256 numbers of a result are compared.
+NUMBERS = 256  # Most numbers of a result that are compared.
 # How far they may differ: relative to their norm, root mean square. Kernels of a GPU need not give equal bits.
 TOLERANCE = {"cpu": (1e-6, 0.0)}
 TOLERANCE_ELSEWHERE = (2e-2, 1e-3)

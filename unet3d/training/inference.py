@@ -5,7 +5,7 @@ the border (the paper's overlap-tile strategy) and begin on multiples of the net
 is computed as it would be in one piece, unless a normalisation takes its statistics from the window.
 
 Memory holds a strip of windows and what later strips share with it, never a map of the volume for each class. On a GPU
-these sums are in its memory where they fit besides a forward pass, else in the host's.
+these sums are in its memory where they fit along with a forward pass, else in the host's.
 """
 
 import itertools

@@ -31,7 +31,7 @@ from unet3d.training.policy import refuse_odd_logits
 CUDA_CHUNK = 2**22  # numbers of logits; a GPU has work for all of its cores, and a step few launches for the loss
 SMOOTH = 1e-5  # keeps Dice finite for a class that neither side has
 VOXELS = (2, 3, 4)  # dimensions of N K D H W
-CHUNKS = 16  # At most 16 in a map on the CPU.
+CHUNKS = 16  # Most chunks of a map on the CPU.
 SMALL = 2**12  # numbers of logits; with less in a chunk on the CPU, most of the time goes to calls
 LEAST = 1e-38  # Logarithms are taken of no smaller probability: a softmax in float32 may give 0.
 MOST = 1 - 2**-25  # No region is likelier: a sigmoid in float32 gives 1 for all that is nearer to 1.

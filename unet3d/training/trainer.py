@@ -69,7 +69,7 @@ class Trainer:
             rate = self.learning_rate(self.step)
             optim.set_rate(self.learner.optimizer, rate)
             result = train_step(*self.learner, batches, self.mark, self.clip)
-            del batches  # they would be in memory next to the next ones
+            del batches  # They would be in memory together with the next ones.
             self.step += 1
             self._log(result, rate, time.perf_counter() - started, data_wait)
             if not must_validate():

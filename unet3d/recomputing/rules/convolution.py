@@ -66,7 +66,7 @@ def three(numbers: int | Sequence[int]) -> Three:
 
 
 FEWEST_CHANNELS = 4  # Of fewer channels of the input, torch's own kernel is not slower.
-HALF_PRECISION = 2  # Numbers of two bytes go to oneDNN, whatever the size.
+HALF_PRECISION = 2  # Bytes of numbers that go to oneDNN, whatever the size.
 
 
 class Halves(NamedTuple):
